@@ -1,0 +1,56 @@
+"""Which schedules are worth their compute: the Pareto frontier of loss against FLOPs."""
+
+from typing import NamedTuple
+
+
+class Outcome(NamedTuple):
+    """One trial as a point: compute spent and loss reached (both: less is better)."""
+
+    trial: str
+    flops: float
+    loss: float
+
+
+def frontier(outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes that no other beats on one axis without being worse on the other.
+
+    Ties stay: two trials with equal compute and loss are both on the frontier.
+
+    Returns:
+        Sorted by compute; empty for an empty list. Outcomes with NaN are never on it.
+    """
+    finite = [o for o in outcomes if o.flops == o.flops and o.loss == o.loss]
+    kept = [
+        o
+        for o in finite
+        if not any(
+            p.flops <= o.flops and p.loss <= o.loss and (p.flops < o.flops or p.loss < o.loss) for p in finite
+        )
+    ]
+    return sorted(kept, key=lambda o: (o.flops, o.loss, o.trial))
+
+
+class Preference(NamedTuple):
+    """A recommended schedule and why."""
+
+    trial: str
+    reason: str
+
+
+def prefer(outcomes: list[Outcome], *, noise_share: float = 0.02) -> Preference | None:
+    """The cheapest schedule whose loss is within ``noise_share`` of the best one.
+
+    Returns:
+        None where no outcome is finite.
+    """
+    unbeaten = frontier(outcomes)
+    if not unbeaten:
+        return None
+    best = min(unbeaten, key=lambda o: o.loss)
+    cheap = next(o for o in unbeaten if o.loss <= best.loss * (1 + noise_share))
+    if cheap == best:
+        reason = f"it has the lowest validation loss ({best.loss:.4g} nats), and nothing cheaper comes within {noise_share:.0%}"
+    else:
+        saved = 1 - cheap.flops / best.flops
+        reason = f"its loss ({cheap.loss:.4g} nats) is within {noise_share:.0%} of the best ({best.loss:.4g}, {best.trial}) for {saved:.0%} less compute"
+    return Preference(cheap.trial, reason)

@@ -1,0 +1,1 @@
+"""The records of a study in MLflow: one writer, one reader, behind one protocol."""
