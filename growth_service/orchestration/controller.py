@@ -1,0 +1,178 @@
+"""Runs a study on the Ray that is there: the only place that starts a Tuner."""
+
+import time
+import uuid
+from typing import Any
+
+import ray
+from ray import tune
+
+from growth_service.core.decisions import decision_to_dict
+from growth_service.core.records import StageRecord, TrialRecord
+from growth_service.errors import ResourceError
+from growth_service.orchestration import board, live, plan, storage
+from growth_service.orchestration.referee import Verdict
+from growth_service.orchestration.result import StudyResult
+from growth_service.orchestration.runtime import DRIVER_MEMORY_BYTES
+from growth_service.orchestration.scheduler import FailureListener, SaturationScheduler
+from growth_service.orchestration.searcher import StudySearcher, WaveSuggester
+from growth_service.orchestration.storage import StudyFolder
+from growth_service.orchestration.trial import run_train
+from growth_service.spec import JobSpec
+from growth_service.tracking.base import Tracker
+from growth_service.training.data import prepare
+
+
+class _Watch:
+    """Passes events on and notes when the first training step was taken."""
+
+    def __init__(self, observer: live.Observer) -> None:
+        self._observer = observer
+        self.first_step: float | None = None
+
+    def trial_started(self, trial: str) -> None:
+        self._observer.trial_started(trial)
+
+    def stage_done(self, record: StageRecord) -> None:
+        if self.first_step is None:
+            self.first_step = time.monotonic() - record.stage_s
+        self._observer.stage_done(record)
+
+    def trial_done(self, record: TrialRecord) -> None:
+        self._observer.trial_done(record)
+
+
+def prepare_study(job: JobSpec, folder: StudyFolder) -> dict[str, Any]:
+    """Data and sizes of a study, checked: all that can be wrong is wrong here, before Ray starts.
+
+    Returns:
+        The description of the prepared data set.
+    """
+    data = prepare(
+        job.data.name,
+        folder=job.data.folder,
+        seed=job.seed,
+        target=folder.data,
+        limits={str(part): limit for part, limit in job.data.limits.items()},
+    )
+    plan.check_networks(job, plan.planned_trials(job), data)
+    return data
+
+
+def run_study(
+    job: JobSpec,
+    *,
+    folder: StudyFolder,
+    data: dict[str, Any],
+    tracker: Tracker,
+    observer: live.Observer,
+    job_text: str,
+    resumed: bool,
+) -> StudyResult:
+    """Run, or go on with, a study; Ray must be up.
+
+    Args:
+        job: The job.
+        folder: Its study's folder, from :func:`storage.open_study`.
+        data: From :func:`prepare_study`.
+        tracker: Written by this process alone.
+        observer: Told what happens.
+        job_text: The job file as written, for the record.
+        resumed: True when an earlier process left the study unfinished.
+
+    Raises:
+        ResourceError: If a trial can never fit, or Ray runs without its dashboard.
+    """
+    started = time.monotonic()
+    cpus = float(ray.cluster_resources().get("CPU", 0))
+    plan.check_resources(job, cpus=cpus)
+    _check_dashboard()
+    at_once = plan.concurrent(job, cpus=cpus)
+    study_id = f"{folder.name}-{uuid.uuid4().hex[:8]}"
+    folder.write_state(attempt=folder.state()["attempt"] + 1)
+    watch = _Watch(observer)
+    actor = board.make_board(study_id)
+
+    def post(verdict: Verdict) -> None:
+        actor.post.remote(verdict.trial, verdict.stage, decision_to_dict(verdict.decision))
+
+    study = live.LiveStudy(
+        job,
+        folder=folder,
+        data=data,
+        listed=plan.planned_trials(job),
+        suggester=WaveSuggester(job, wave_size=job.search.concurrent_trials) if job.search.suggest else None,
+        budget=plan.study_budget(job),
+        wave_size=job.search.concurrent_trials,
+        tracker=tracker,
+        observer=watch,
+        post=post,
+        board=study_id,
+    )
+    live.register(study_id, study)
+    tracker.open_study(folder.name, job=job.model_dump(mode="json"), job_text=job_text)
+    try:
+        _fit(study_id, folder, at_once=at_once)
+    except BaseException as error:
+        tracker.interrupt_study(f"{type(error).__name__}: the driver ended; go on with --resume")
+        raise
+    finally:
+        live.forget(study_id)
+        board.close_board(actor)
+    ended = time.monotonic()
+    trials = [study.done[name] for name in sorted(study.done, key=lambda n: study.planned[n].index)]
+    first = watch.first_step or ended
+    result = StudyResult(
+        name=folder.name,
+        folder=str(folder.path),
+        trials=trials,
+        budget=study.budget,
+        decisions=study.decisions,
+        phases_s={"to the first training step": first - started, "trials": ended - first},
+        resumed=resumed,
+    )
+    tracker.close_study(trials, summary=_summary(result), ok=not result.failed)
+    storage.write_json(folder.path / "result.json", result.to_dict())
+    folder.write_state(status="finished")
+    return result
+
+
+def _fit(study_id: str, folder: StudyFolder, *, at_once: int) -> None:
+    tuner = tune.Tuner(
+        tune.with_resources(run_train, {"memory": DRIVER_MEMORY_BYTES}),
+        tune_config=tune.TuneConfig(
+            search_alg=StudySearcher(study_id),
+            scheduler=SaturationScheduler(study_id),
+            num_samples=-1,
+            max_concurrent_trials=at_once,
+            trial_name_creator=lambda trial: str(trial.trial_id),
+            trial_dirname_creator=lambda trial: str(trial.trial_id),
+        ),
+        run_config=tune.RunConfig(
+            name=study_id,
+            storage_path=str((folder.path / "tune").resolve()),
+            callbacks=[FailureListener(study_id)],
+            failure_config=tune.FailureConfig(max_failures=0),
+            verbose=0,
+        ),
+    )
+    tuner.fit()
+
+
+def _check_dashboard() -> None:
+    """Without its dashboard Ray never frees the resources of a trial that is killed."""
+    if not ray.worker.global_worker.node.address_info.get("webui_url"):  # type: ignore[attr-defined]
+        raise ResourceError(
+            "Ray runs without its dashboard, so that a killed trial would block the next one for ever: start Ray with "
+            "include_dashboard=True (ray start --include-dashboard=true), and install ray[default]"
+        )
+
+
+def _summary(result: StudyResult) -> dict[str, Any]:
+    preference = result.preference
+    return {
+        "frontier": [o._asdict() for o in result.frontier],
+        "prefer": preference._asdict() if preference else None,
+        "budget": result.budget.to_dict(),
+        "decisions": result.decisions,
+    }

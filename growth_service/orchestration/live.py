@@ -1,0 +1,235 @@
+"""The study that this process drives: the one place where its live state is.
+
+Tune pickles schedulers, searchers and callbacks to disk; they therefore hold the study's id
+alone and look the state up here.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from growth_service.core.budget import Budget
+from growth_service.core.decisions import decision_from_dict, decision_to_dict
+from growth_service.core.records import FinalRecord, StageRecord, TrialRecord
+from growth_service.orchestration.plan import PlannedTrial, suggested_trial, trial_config
+from growth_service.orchestration.referee import Referee, Verdict
+from growth_service.orchestration.storage import StudyFolder
+from growth_service.spec import JobSpec
+from growth_service.tracking.base import Tracker
+
+_STUDIES: dict[str, "LiveStudy"] = {}
+
+
+class Observer(Protocol):
+    """Somebody who watches a study: the live table, a log, a test."""
+
+    def trial_started(self, trial: str) -> None:
+        """A trial was handed to Tune."""
+
+    def stage_done(self, record: StageRecord) -> None:
+        """A record arrived (once a stage)."""
+
+    def trial_done(self, record: TrialRecord) -> None:
+        """A trial ended."""
+
+
+class Suggester(Protocol):
+    """The part of a searcher that the study needs."""
+
+    def tell(self, number: int, loss: float) -> None:
+        """Note a result."""
+
+    def ask(self, number: int) -> dict[str, Any] | None:
+        """Suggest, or None to wait."""
+
+
+class LiveStudy:
+    """State of a running study: what was planned, started, heard and decided."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        *,
+        folder: StudyFolder,
+        data: dict[str, Any],
+        listed: list[PlannedTrial],
+        suggester: Suggester | None,
+        budget: Budget,
+        wave_size: int,
+        tracker: Tracker,
+        observer: Observer,
+        post: Callable[[Verdict], None],
+        board: str,
+    ) -> None:
+        self.job, self.folder, self.data = job, folder, data
+        self.tracker, self.observer, self.budget = tracker, observer, budget
+        self._listed, self._suggester, self._post, self._board = listed, suggester, post, board
+        self._num_suggested = job.search.suggest.trials if job.search.suggest else 0
+        self._next = 0
+        self.planned: dict[str, PlannedTrial] = {}
+        self.stages: dict[str, dict[int, StageRecord]] = {}
+        self.done: dict[str, TrialRecord] = {}
+        self.decisions: list[dict[str, Any]] = []
+        self.referee = Referee(
+            wave_size=wave_size,
+            deterministic=job.search.deterministic,
+            prune_ratio=job.scheduler.prune_ratio,
+            grace_flops=int(job.scheduler.grace_share * job.budget.trial),
+        )
+        for trial in listed:
+            self.referee.enlist(trial.name, index=trial.index)
+
+    # -- starting ------------------------------------------------------------------------------
+
+    @property
+    def all_started(self) -> bool:
+        """True once no further trial will be asked for."""
+        return self._next >= len(self._listed) + self._num_suggested or self.budget.free_flops < self.trial_flops
+
+    @property
+    def trial_flops(self) -> int:
+        """What a trial reserves."""
+        return int(self.job.budget.trial)
+
+    def next_trial(self) -> tuple[str, dict[str, Any]] | None:
+        """Name and Tune configuration of the next trial that still has to run; None to wait, or at the end."""
+        while not self.all_started:
+            trial = self._trial_at(self._next)
+            if trial is None:
+                return None
+            self._next += 1
+            self.planned[trial.name] = trial
+            self.budget = self.budget.reserve(self.trial_flops)
+            found = self.folder.trial_record(trial.name, schedule=trial.schedule.to_dict(), seed=trial.seed)
+            self.tracker.open_trial(
+                trial.name,
+                schedule=found.schedule,
+                seed=trial.seed,
+                storage=str((self.folder.trials / trial.name).resolve()),
+            )
+            if found.final is None:
+                self.observer.trial_started(trial.name)
+                return trial.name, self._tune_config(trial)
+            self._replay(found)
+        return None
+
+    def _trial_at(self, index: int) -> PlannedTrial | None:
+        if index < len(self._listed):
+            return self._listed[index]
+        number = index - len(self._listed)
+        assert self._suggester is not None
+        arguments = self._suggester.ask(number)
+        if arguments is None:
+            return None
+        if number >= len(self.folder.journal()):
+            self.folder.append_journal({"number": number, "arguments": arguments})
+        trial = suggested_trial(self.job, index=index, arguments=arguments)
+        self.referee.enlist(trial.name, index=index)
+        return trial
+
+    def _tune_config(self, trial: PlannedTrial) -> dict[str, Any]:
+        config = trial_config(self.job, trial, data=self.data, folder=self.folder.path.resolve())
+        return {
+            "trial": config.to_dict(),
+            "board": self._board,
+            "storage": str((self.folder.path / "train").resolve()),
+            "attempt": self.folder.state()["attempt"],
+            "resources": self.job.resources.model_dump(mode="json"),
+        }
+
+    def _replay(self, found: TrialRecord) -> None:
+        """A trial that ended in an earlier process counts as if it had ended now."""
+        for record in found.stages:
+            self.hear_stage(record)
+        assert found.final is not None
+        self.hear_final(found.final)
+
+    # -- hearing -------------------------------------------------------------------------------
+
+    def hear_stage(self, record: StageRecord) -> None:
+        """A stage record, possibly repeated after a restart of the trial."""
+        seen = self.stages.setdefault(record.trial, {})
+        if record.stage in seen:
+            self._publish(self._known_verdicts(record))
+            return
+        seen[record.stage] = record
+        self.tracker.log_stage(record)
+        self.observer.stage_done(record)
+        self._publish(self.referee.hear(record))
+
+    def hear_final(self, final: FinalRecord) -> None:
+        """The last record of a trial."""
+        if final.trial in self.done:
+            return
+        planned = self.planned[final.trial]
+        stages = self.stages.get(final.trial, {})
+        record = TrialRecord(
+            trial=final.trial,
+            schedule=planned.schedule.to_dict(),
+            seed=planned.seed,
+            stages=tuple(stages[s] for s in sorted(stages)),
+            final=final,
+        )
+        self.done[final.trial] = record
+        self.budget = self.budget.settle(reserved=self.trial_flops, spent=final.flops_total)
+        number = planned.index - len(self._listed)
+        if self._suggester is not None and number >= 0:
+            self._suggester.tell(number, final.loss_val if final.cause != "failed" else float("inf"))
+        self.tracker.close_trial(record)
+        self.observer.trial_done(record)
+        self._publish(self.referee.hear_end(final.trial))
+
+    def hear_failure(self, trial: str, reason: str) -> None:
+        """A trial whose work failed for good: it ends with what it has."""
+        if trial in self.done:
+            return
+        stages = self.stages.get(trial, {})
+        last = stages[max(stages)] if stages else None
+        self.hear_final(
+            FinalRecord(
+                trial=trial,
+                cause="failed",
+                reason=reason,
+                num_stages=len(stages),
+                loss_val=last.loss_val if last else float("inf"),
+                accuracy_val=last.accuracy_val if last else 0.0,
+                loss_test=float("nan"),
+                accuracy_test=float("nan"),
+                flops_total=last.flops_total if last else 0,
+                budget=last.budget if last else {},
+            )
+        )
+
+    def _publish(self, verdicts: list[Verdict]) -> None:
+        for verdict in verdicts:
+            entry = {"trial": verdict.trial, "stage": verdict.stage, "decision": decision_to_dict(verdict.decision)}
+            if entry not in self.decisions:
+                self.decisions.append(entry)
+            self._post(verdict)
+
+    def _known_verdicts(self, record: StageRecord) -> list[Verdict]:
+        """The verdict that a repeated record got before, if it has one."""
+        return [
+            Verdict(d["trial"], d["stage"], decision_from_dict(d["decision"]))
+            for d in self.decisions
+            if (d["trial"], d["stage"]) == (record.trial, record.stage)
+        ]
+
+    @property
+    def pruned(self) -> list[str]:
+        """Trials that the scheduler ended."""
+        return [d["trial"] for d in self.decisions if d["decision"]["kind"] == "stop"]
+
+
+def register(study_id: str, study: LiveStudy) -> None:
+    """Make a study findable by the objects that Tune holds."""
+    _STUDIES[study_id] = study
+
+
+def study(study_id: str) -> LiveStudy:
+    """The live study of an id; a KeyError means another process's pickle was loaded."""
+    return _STUDIES[study_id]
+
+
+def forget(study_id: str) -> None:
+    """Drop a study that ended."""
+    _STUDIES.pop(study_id, None)

@@ -1,0 +1,140 @@
+"""From a job to what will run: resolved trials, their budgets, and whether they can fit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from growth_service.core.budget import Budget
+from growth_service.core.schedule import GrowthSchedule
+from growth_service.core.streams import stream_seed
+from growth_service.errors import ResourceError, UserError
+from growth_service.models import build
+from growth_service.spec import JobSpec, ScheduleEntry
+from growth_service.training.config import TrialConfig
+from growth_service.training.data import subset_size
+from search_spaces import listed_schedules, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTrial:
+    """One trial before it runs."""
+
+    index: int
+    name: str
+    schedule: GrowthSchedule
+    seed: int
+
+
+def planned_trials(job: JobSpec) -> list[PlannedTrial]:
+    """The listed schedules times the repeats, schedule by schedule, in the order in which they start.
+
+    Raises:
+        UserError: If an entry of the job is wrong.
+    """
+    trials = []
+    for repeat in range(job.search.repeats):
+        for schedule in listed_schedules(job):
+            name = schedule.name if job.search.repeats == 1 else f"{schedule.name}-s{job.seed + repeat}"
+            trials.append(PlannedTrial(index=len(trials), name=name, schedule=schedule, seed=job.seed + repeat))
+    return trials
+
+
+def suggested_trial(job: JobSpec, *, index: int, arguments: dict[str, Any]) -> PlannedTrial:
+    """A trial that a searcher suggested, starting from the size of the first listed schedule."""
+    first = job.search.schedules[0].arguments if job.search.schedules else {}
+    defaults = {
+        "blocks": first.get("blocks", [1] * len(job.model.widths)),
+        "hidden": first.get("hidden", [job.model.group_size] * len(job.model.widths)),
+    }
+    entry = ScheduleEntry.model_validate({"name": f"suggested-{index:02d}"} | defaults | arguments)
+    schedule = resolve(entry, num_stages=job.search.stages, where="search.suggest")
+    return PlannedTrial(index=index, name=entry.name, schedule=schedule, seed=job.seed)
+
+
+def num_trials(job: JobSpec) -> int:
+    """Listed and suggested."""
+    return len(job.search.schedules) * job.search.repeats + (job.search.suggest.trials if job.search.suggest else 0)
+
+
+def study_budget(job: JobSpec) -> Budget:
+    """The study's account.
+
+    Raises:
+        UserError: If it cannot pay for a single trial.
+    """
+    trial = int(job.budget.trial)
+    total = int(job.budget.study) if job.budget.study is not None else trial * num_trials(job)
+    if total < trial:
+        raise UserError(f"budget.study {total:.3g} FLOPs is less than budget.trial {trial:.3g}: not one trial could run")
+    return Budget(total_flops=total)
+
+
+def base_spec(job: JobSpec, schedule: GrowthSchedule, data: dict[str, Any]) -> dict[str, Any]:
+    """Specification of the initial network of a schedule on a prepared data set."""
+    return {
+        "family": job.model.family,
+        "input_shape": data["input_shape"],
+        "num_classes": data["num_classes"],
+        "widths": list(job.model.widths),
+        "stem_stride": job.model.stem_stride,
+        "group_size": job.model.group_size,
+        "blocks": list(schedule.initial.blocks),
+        "hidden": list(schedule.initial.hidden),
+    }
+
+
+def trial_config(job: JobSpec, trial: PlannedTrial, *, data: dict[str, Any], folder: Path) -> TrialConfig:
+    """The complete input of a trial's stage loop."""
+    return TrialConfig(
+        trial=trial.name,
+        schedule=trial.schedule.to_dict(),
+        base={
+            "spec": base_spec(job, trial.schedule, data),
+            "seed": stream_seed(trial.seed, "weights"),
+        },
+        training=job.training.model_dump(mode="json"),
+        probe=job.probe.model_dump(mode="json"),
+        budget_flops=int(job.budget.trial),
+        seed=trial.seed,
+        folder=str(folder / "trials" / trial.name),
+        data=str(folder / "data"),
+    )
+
+
+def check_networks(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any]) -> None:
+    """Build each initial network once, and check batch against data: mistakes show before anything starts.
+
+    Raises:
+        UserError: If sizes do not fit together; names the schedule.
+    """
+    for trial in trials:
+        try:
+            build(base_spec(job, trial.schedule, data), seed=0)
+        except UserError as error:
+            raise UserError(f"schedule {trial.name}: {error}") from None
+        smallest = subset_size(data["sizes"]["train"], trial.schedule.initial.data_share)
+        if job.training.batch_size > smallest:
+            raise UserError(
+                f"schedule {trial.name}: training.batch_size {job.training.batch_size} is larger than its first training "
+                f"subset of {smallest} samples: use a smaller batch or a larger data_share"
+            )
+
+
+def check_resources(job: JobSpec, *, cpus: float) -> None:
+    """Refuse a job that could never run, before anything starts.
+
+    Raises:
+        ResourceError: If one trial needs more CPUs than there are; says the numbers.
+    """
+    needed = job.resources.workers * job.resources.cpus_per_worker
+    if needed > cpus:
+        raise ResourceError(
+            f"a trial needs {needed} CPUs (resources.workers {job.resources.workers} x cpus_per_worker "
+            f"{job.resources.cpus_per_worker}), but there are {cpus:g}: use fewer workers"
+        )
+
+
+def concurrent(job: JobSpec, *, cpus: float) -> int:
+    """Trials at once: what was asked for, as far as it fits; more would wait for each other for ever."""
+    needed = job.resources.workers * job.resources.cpus_per_worker
+    return max(1, min(job.search.concurrent_trials, int(cpus // needed)))

@@ -1,0 +1,62 @@
+"""What a study found, as a value."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from growth_service.core.budget import Budget
+from growth_service.core.frontier import Outcome, Preference, frontier, prefer
+from growth_service.core.records import TrialRecord
+
+
+def outcomes(trials: list[TrialRecord]) -> list[Outcome]:
+    """Compute and validation loss of each trial that ended well."""
+    return [
+        Outcome(t.trial, float(t.final.flops_total), t.final.loss_val)
+        for t in trials
+        if t.final is not None and t.final.cause != "failed"
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyResult:
+    """Trials in the order in which they were planned, and what they say together."""
+
+    name: str
+    folder: str
+    trials: list[TrialRecord]
+    budget: Budget
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    """Verdicts of the scheduler, one a record."""
+    phases_s: dict[str, float] = field(default_factory=dict)
+    """Wall seconds of each phase of the run."""
+    resumed: bool = False
+
+    @property
+    def frontier(self) -> list[Outcome]:
+        """Schedules that no other beats on compute and validation loss."""
+        return frontier(outcomes(self.trials))
+
+    @property
+    def preference(self) -> Preference | None:
+        """The schedule to prefer, and why."""
+        return prefer(outcomes(self.trials))
+
+    @property
+    def failed(self) -> list[TrialRecord]:
+        """Trials whose work failed."""
+        return [t for t in self.trials if t.final is None or t.final.cause == "failed"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        preference = self.preference
+        return {
+            "study": self.name,
+            "folder": self.folder,
+            "trials": [t.to_dict() for t in self.trials],
+            "frontier": [o._asdict() for o in self.frontier],
+            "prefer": preference._asdict() if preference else None,
+            "budget": self.budget.to_dict(),
+            "decisions": self.decisions,
+            "phases_s": self.phases_s,
+            "resumed": self.resumed,
+        }

@@ -1,0 +1,398 @@
+"""The job file: read once, checked once, then trusted.
+
+``load_job`` turns YAML into a frozen :class:`JobSpec`; everything that can be wrong about a file
+ends in one :class:`JobFileError` with a line a mistake: where, which value, what is allowed.
+"""
+
+import difflib
+import types
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
+
+from growth_service.core.units import Dimension, parse_quantity
+from growth_service.errors import JobFileError, UserError
+
+MAX_JOB_BYTES = 1 << 20
+
+
+def _quantity(dimension: Dimension) -> BeforeValidator:
+    def parse(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise ValueError(f"{value!r} is not a quantity in {dimension}")
+        return parse_quantity(value, dimension=dimension)
+
+    return BeforeValidator(parse)
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads ``1e-3`` as text; take it for the number it is."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+Flops = Annotated[float, _quantity("flops")]
+Nats = Annotated[float, _quantity("nats")]
+Number = Annotated[float, BeforeValidator(_number)]
+Share = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class DataSpec(_Spec):
+    """Which data set, and how much of it."""
+
+    name: str
+    """``digits`` or ``fashion_mnist``."""
+    folder: str | None = None
+    """Folder with its files; null: the usual places."""
+    limits: dict[Literal["train", "probe", "val", "test"], Count] = {}
+    """Most samples of a split, for quick jobs."""
+
+
+class ModelSpec(_Spec):
+    """What no schedule changes about the architecture."""
+
+    family: str
+    """``resnet`` (images) or ``mlp``."""
+    widths: Annotated[tuple[Count, ...], Field(min_length=1, max_length=8)]
+    """Channels of the residual stream in each group; each later group halves the resolution."""
+    stem_stride: Annotated[int, Field(ge=1, le=4)] = 1
+    """Stride of the first convolution."""
+    group_size: Count = 4
+    """Channels in a group of GroupNorm; widths and hidden units are multiples of it."""
+
+
+class TrainingSpec(_Spec):
+    """How a stage trains."""
+
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    learning_rate: Annotated[Number, Field(gt=0, le=10)] = 0.005
+    """Peak rate; each stage warms up to it and decays by a cosine."""
+    momentum: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+    """Of SGD."""
+    weight_decay: Annotated[Number, Field(ge=0, le=1)] = 0.01
+    batch_size: Count = 64
+    """Samples in a global batch, whatever the number of workers."""
+    shards: Count = 4
+    """Pieces of a batch whose gradients are summed in one fixed tree: 1, 2 and 4 workers agree bit for bit."""
+    warmup_share: Annotated[Number, Field(ge=0, lt=1)] = 0.1
+    floor_share: Annotated[Number, Field(ge=0, le=1)] = 0.02
+    """Last rate of a stage as a share of the peak."""
+
+    @model_validator(mode="after")
+    def _shards_divide_the_batch(self) -> Self:
+        if self.batch_size % self.shards:
+            raise ValueError(f"batch_size {self.batch_size} must be a multiple of shards {self.shards}")
+        return self
+
+
+class BudgetSpec(_Spec):
+    """Compute, in FLOPs: 2 per multiply-accumulate, probes and evaluations included."""
+
+    trial: Flops
+    """What one trial may spend, for example ``"80 GFLOP"``."""
+    study: Flops | None = None
+    """What all trials together may spend; null: trials times ``trial``."""
+
+
+class ProbeSpec(_Spec):
+    """What a probe looks at."""
+
+    samples: Annotated[int, Field(ge=16)] = 1000
+    """Most samples of the probe split (independent of training) per look."""
+    train_samples: Annotated[int, Field(ge=16)] = 2000
+    """Most training samples for directions and second moments."""
+    ridge: Annotated[Number, Field(ge=0, le=1)] = 1e-3
+    """Share of the mean diagonal added to a second moment."""
+
+
+class ScheduleEntry(_Spec):
+    """One growth schedule: a builder of a search space and its arguments."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+
+    use: str
+    """Builder, for example ``scratch`` or ``joint``."""
+    name: Name
+    """Name of the trial."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All other keys: arguments of the builder."""
+        return dict(self.model_extra or {})
+
+
+class SuggestSpec(_Spec):
+    """Further schedules, suggested by Optuna from a space."""
+
+    space: str
+    """A space of ``search_spaces``, for example ``joint_space``."""
+    trials: Count
+    seed: int = 0
+    """Of the sampler."""
+
+
+class SearchSpec(_Spec):
+    """Which schedules run, and in what order."""
+
+    schedules: tuple[ScheduleEntry, ...] = ()
+    """Run as listed."""
+    suggest: SuggestSpec | None = None
+    """Suggested after the listed ones."""
+    stages: Annotated[int, Field(ge=1, le=100)] = 5
+    """Stages of a trial; each gets an equal share of its budget."""
+    repeats: Annotated[int, Field(ge=1, le=100)] = 1
+    """Trials of each listed schedule, with seeds seed, seed + 1, ..."""
+    concurrent_trials: Count = 1
+    deterministic: bool = True
+    """Decide across trials in a fixed order (waves of ``concurrent_trials``), so that the study repeats exactly."""
+
+    @model_validator(mode="after")
+    def _something_to_run(self) -> Self:
+        if not self.schedules and self.suggest is None:
+            raise ValueError("needs at least one entry in schedules, or suggest")
+        names = [s.name for s in self.schedules]
+        doubled = sorted({n for n in names if names.count(n) > 1})
+        if doubled:
+            raise ValueError(f"schedule names must differ, {', '.join(doubled)} occurs more than once")
+        return self
+
+
+class SchedulerSpec(_Spec):
+    """When a trial is pruned in favour of others."""
+
+    prune_ratio: Annotated[Number, Field(gt=1)] = 3.0
+    """Prune when the validation loss is more than this many times the best at no more compute."""
+    grace_share: Annotated[Number, Field(ge=0, le=1)] = 0.5
+    """Share of a trial's budget before which it is never pruned."""
+
+
+class ResourcesSpec(_Spec):
+    """What a trial's workers take."""
+
+    workers: Count = 1
+    """Data-parallel workers of a trial; must divide ``training.shards``."""
+    cpus_per_worker: Count = 1
+    max_worker_restarts: Annotated[int, Field(ge=0, le=100)] = 3
+    """Restarts of a trial's workers after a fault, each from the last stage."""
+
+
+class TrackingSpec(_Spec):
+    """Where records go."""
+
+    tracking_uri: str | None = None
+    """MLflow server or ``sqlite:///`` file; null: a file in ``storage``."""
+    experiment: str = "growth"
+
+
+class JobSpec(_Spec):
+    """A growth study: data, architecture, budget, schedules, resources."""
+
+    version: Literal[1]
+    name: Name
+    """Name of the study and of its folder in ``storage``."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    data: DataSpec
+    model: ModelSpec
+    training: TrainingSpec = TrainingSpec()
+    budget: BudgetSpec
+    probe: ProbeSpec = ProbeSpec()
+    search: SearchSpec
+    scheduler: SchedulerSpec = SchedulerSpec()
+    resources: ResourcesSpec = ResourcesSpec()
+    storage: str = "growth-runs"
+    """Folder of studies; everything a study writes is in it."""
+    mlflow: TrackingSpec = TrackingSpec()
+
+    @field_validator("storage")
+    @classmethod
+    def _storage_is_a_folder(cls, value: str) -> str:
+        if "://" in value or not value.strip():
+            raise ValueError(f"{value!r} must be a folder on this machine")
+        return value
+
+    @model_validator(mode="after")
+    def _workers_divide_shards(self) -> Self:
+        if self.training.shards % self.resources.workers:
+            raise ValueError(
+                f"resources.workers {self.resources.workers} must divide training.shards {self.training.shards}"
+            )
+        return self
+
+
+def load_job(path: str | Path, *, overrides: list[str] | None = None) -> JobSpec:
+    """Read and check a job file.
+
+    Args:
+        path: YAML file.
+        overrides: ``a.b=value`` changes, as of ``--set``; values are read as YAML.
+
+    Returns:
+        The job with all defaults.
+
+    Raises:
+        JobFileError: If anything about the file or an override is wrong; one line a mistake.
+    """
+    data = _read_yaml(Path(path))
+    for override in overrides or ():
+        _apply_override(data, override)
+    return parse_job(data, source=str(path))
+
+
+def parse_job(data: dict[str, Any], *, source: str) -> JobSpec:
+    """Check a job given as plain data; ``source`` names it in errors."""
+    try:
+        return JobSpec.model_validate(data)
+    except ValidationError as error:
+        lines = "\n".join(f"  {line}" for line in _explain(error, JobSpec))
+        raise JobFileError(f"{source} is not a valid growth job:\n{lines}") from None
+
+
+def call_checked(function: Callable[..., Any], arguments: dict[str, Any], *, where: str) -> Any:
+    """Call a builder with arguments from a job file, checked against its signature.
+
+    Args:
+        function: Keyword-only, fully annotated.
+        arguments: From YAML; lists become tuples where the annotation says so.
+        where: Names the place in errors, for example ``search.schedules.2 (joint)``.
+
+    Raises:
+        UserError: If an argument is missing, unknown, or of the wrong type or range.
+    """
+    fields: dict[str, Any] = {
+        name: (p.annotation, ... if p.default is p.empty else p.default)
+        for name, p in signature(function, eval_str=True).parameters.items()
+        if name not in ("name", "num_stages")
+    }
+    given = {k: v for k, v in arguments.items() if k not in ("name", "num_stages")}
+    model = create_model("Arguments", __base__=_Spec, **fields)
+    try:
+        checked = model.model_validate(given)
+    except ValidationError as error:
+        raise UserError("\n".join(f"{where}: {line}" for line in _explain(error, model))) from None
+    values = {name: getattr(checked, name) for name in fields}
+    fixed = {k: arguments[k] for k in ("name", "num_stages") if k in arguments}
+    return function(**values, **fixed)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        text = path.read_text(encoding="utf-8") if size <= MAX_JOB_BYTES else ""
+    except FileNotFoundError:
+        raise JobFileError(f"job file {path} does not exist: pass the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobFileError(f"job file {path} cannot be read as UTF-8 text: {error}") from None
+    if size > MAX_JOB_BYTES:
+        raise JobFileError(f"job file {path} has {size} bytes, at most {MAX_JOB_BYTES} are read: is it the right file?")
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise JobFileError(f"job file {path} is not valid YAML{place}: {problem}") from None
+    if data is None:
+        raise JobFileError(f"job file {path} is empty: copy search_spaces/jobs/digits.yaml and change it")
+    if not isinstance(data, dict):
+        raise JobFileError(f"job file {path} must hold keys and values at the top, not a {type(data).__name__}")
+    return data
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, found, text = override.partition("=")
+    if not found or not key:
+        raise JobFileError(f"--set {override!r} must read a.b=value, for example --set budget.trial='40 GFLOP'")
+    *parents, last = key.split(".")
+    place: Any = data
+    for part in parents:
+        place = _step_into(place, part, override, create=True)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise JobFileError(f"--set {override!r}: the value is not valid YAML ({getattr(error, 'problem', error)})") from None
+    if isinstance(place, list):
+        index = _list_index(place, last, override)
+        place[index] = value
+    elif isinstance(place, dict):
+        place[last] = value
+    else:
+        raise JobFileError(f"--set {override!r}: {'.'.join(parents)} is a value, it has no key {last!r}")
+
+
+def _step_into(place: Any, part: str, override: str, *, create: bool) -> Any:
+    if isinstance(place, list):
+        return place[_list_index(place, part, override)]
+    if isinstance(place, dict):
+        return place.setdefault(part, {}) if create else place[part]
+    raise JobFileError(f"--set {override!r}: there is nothing below {part!r}")
+
+
+def _list_index(place: list[Any], part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(place):
+        raise JobFileError(f"--set {override!r}: {part!r} must be a number from 0 to {len(place) - 1}")
+    return int(part)
+
+
+def _explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line a mistake: place, what, allowed. Errors that only follow from deeper ones are dropped."""
+    found = error.errors(include_url=False)
+    places = [e["loc"] for e in found]
+    lines = []
+    for e in found:
+        loc = e["loc"]
+        if any(other != loc and other[: len(loc)] == loc for other in places):
+            continue
+        where = ".".join(map(str, loc)) or "the job"
+        match e["type"]:
+            case "missing":
+                lines.append(f"{where}: required, but missing")
+            case "extra_forbidden":
+                allowed = sorted(_keys_at(model, loc[:-1]))
+                near = difflib.get_close_matches(str(loc[-1]), allowed, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                lines.append(f"{where}: unknown key; {hint}allowed here: {', '.join(allowed)}")
+            case _:
+                message = e["msg"].removeprefix("Value error, ")
+                lines.append(f"{where}: {message[0].lower()}{message[1:]}" + _got(e, message))
+    return lines
+
+
+def _got(error: Any, message: str) -> str:
+    value = error.get("input")
+    if isinstance(value, dict | list) or repr(value) in message:
+        return ""
+    return f", got {value!r}"
+
+
+def _keys_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Keys that the model at a place of an error allows."""
+    current: Any = model
+    for part in loc:
+        if isinstance(current, type) and issubclass(current, BaseModel) and str(part) in current.model_fields:
+            current = current.model_fields[str(part)].annotation
+        while get_origin(current) in (tuple, list, Annotated, types.UnionType):
+            current = next((a for a in get_args(current) if a not in (type(None), Ellipsis)), None)
+    return list(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else []

@@ -1,0 +1,1 @@
+"""Training one trial: data, batches, ranks, stages, checkpoints. Knows neither Ray nor MLflow."""

@@ -1,0 +1,144 @@
+"""Checkpoints: base spec, growth log, weights, optimiser state, streams, records - no pickle.
+
+A checkpoint is a folder; its ``manifest.json`` is written last and holds the sha256 of every
+other file, so a checkpoint is complete and undamaged or it is not used.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn, optim
+
+from growth_service.core.receipts import Receipt
+from growth_service.errors import CheckpointError
+from growth_service.growth import growth_log, rebuild
+from growth_service.models import build
+
+FORMAT_VERSION = 1
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A network with its optimiser state and everything needed to go on."""
+
+    model: nn.Module
+    base: dict[str, Any]
+    """Specification and seed of the base network: ``{"spec": ..., "seed": ...}``."""
+    optimizer_state: dict[str, Tensor]
+    """``<parameter>/<state>`` to tensor; empty for a jumpboard."""
+    streams: dict[str, Any]
+    """Data position and whatever else the loop counts."""
+    history: list[dict[str, Any]]
+    """Records of the stages so far."""
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint so that a kill at any moment leaves the old state or the new one."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    weights = {k: v.detach().contiguous() for k, v in checkpoint.model.state_dict().items()}
+    save_file(weights, partial / "weights.safetensors")
+    save_file({k: v.detach().contiguous() for k, v in checkpoint.optimizer_state.items()}, partial / "optimizer.safetensors")
+    _write_json(partial / "streams.json", checkpoint.streams)
+    _write_json(partial / "history.json", checkpoint.history)
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "base": checkpoint.base,
+        "growth_log": [r.to_dict() for r in growth_log(checkpoint.model)],
+        "sha256": {p.name: _sha256(p) for p in sorted(partial.iterdir())},
+    }
+    _write_json(partial / "manifest.json", manifest)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Read a checkpoint and rebuild its network.
+
+    Raises:
+        CheckpointError: If it is incomplete, damaged, of an unknown format, or does not fit its log.
+    """
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is no complete checkpoint: its manifest.json cannot be read ({error})") from error
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{folder} has checkpoint format {version!r}, this version reads {FORMAT_VERSION}: update growth-service")
+    for name, expected in manifest["sha256"].items():
+        if not (folder / name).is_file() or _sha256(folder / name) != expected:
+            raise CheckpointError(f"{folder / name} is damaged or missing (its sha256 differs): use the checkpoint before it")
+    base = manifest["base"]
+    model = rebuild(build(base["spec"], seed=base["seed"]), [Receipt.from_dict(r) for r in manifest["growth_log"]])
+    try:
+        model.load_state_dict(load_file(folder / "weights.safetensors"), strict=True)
+        optimizer_state = load_file(folder / "optimizer.safetensors")
+    except (RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"weights in {folder} do not fit its growth log: {error}") from error
+    return Checkpoint(
+        model=model,
+        base=base,
+        optimizer_state=optimizer_state,
+        streams=json.loads((folder / "streams.json").read_text(encoding="utf-8")),
+        history=json.loads((folder / "history.json").read_text(encoding="utf-8")),
+    )
+
+
+def newest(stages: Path) -> Checkpoint | None:
+    """The last undamaged stage checkpoint in a trial's folder; damaged ones are passed over with a warning."""
+    for folder in stage_folders(stages):
+        try:
+            return load_checkpoint(folder)
+        except CheckpointError as error:
+            logger.warning("Going back to the checkpoint before, since %s", error)
+    return None
+
+
+def stage_folders(stages: Path) -> Iterator[Path]:
+    """Stage checkpoints of a trial, newest first (jumpboards are not among them)."""
+    if stages.is_dir():
+        yield from sorted((p for p in stages.iterdir() if p.name.isdigit()), reverse=True)
+
+
+def optimizer_tensors(optimizer: optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """Optimiser state by parameter name: ``<parameter>/<state>``."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {
+        f"{names[p]}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+        if value is not None
+    }
+
+
+def restore_optimizer(optimizer: optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Inverse of :func:`optimizer_tensors`; parameters without an entry keep a zero state."""
+    parameters = dict(model.named_parameters())
+    for key, value in tensors.items():
+        name, _, entry = key.rpartition("/")
+        if name not in parameters:
+            raise CheckpointError(f"optimiser state for {name!r} has no parameter in the network")
+        optimizer.state[parameters[name]][entry] = value.clone()
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,65 @@
+"""Growth schedules and spaces as data and small functions.
+
+The library ships mechanisms; what is grown when is picked here. A job file names a builder
+(``use: joint``) and its arguments; :func:`resolve` turns the entry into a value.
+"""
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from growth_service.core.schedule import GrowthSchedule
+from growth_service.errors import UserError
+from growth_service.spec import JobSpec, ScheduleEntry, call_checked
+from search_spaces.baselines import data_only, depth_only, one_shot_late, scratch
+from search_spaces.joint import joint, joint_space
+
+BUILDERS: dict[str, Callable[..., GrowthSchedule]] = {
+    builder.__name__: builder for builder in (scratch, depth_only, data_only, one_shot_late, joint)
+}
+"""Schedule builders that ``use:`` may name."""
+
+SPACES: dict[str, Callable[[Any], dict[str, Any]]] = {"joint_space": joint_space}
+"""Define-by-run spaces that ``suggest.space`` may name: Optuna trial in, schedule entry out."""
+
+
+def resolve(entry: ScheduleEntry, *, num_stages: int, where: str = "schedule") -> GrowthSchedule:
+    """Build the schedule of one entry of a job file.
+
+    Raises:
+        UserError: If the builder is unknown or an argument is wrong; names what is allowed.
+    """
+    builder = _named(BUILDERS, entry.use, where=where, what="schedule builder")
+    arguments = entry.arguments | {"name": entry.name, "num_stages": num_stages}
+    schedule = call_checked(builder, arguments, where=f"{where} ({entry.use})")
+    assert isinstance(schedule, GrowthSchedule)
+    return schedule
+
+
+def listed_schedules(job: JobSpec) -> list[GrowthSchedule]:
+    """All schedules that a job lists, in order.
+
+    Raises:
+        UserError: As :func:`resolve`.
+    """
+    return [
+        resolve(entry, num_stages=job.search.stages, where=f"search.schedules.{i}")
+        for i, entry in enumerate(job.search.schedules)
+    ]
+
+
+def space(name: str) -> Callable[[Any], dict[str, Any]]:
+    """The define-by-run space of a name.
+
+    Raises:
+        UserError: If it is unknown.
+    """
+    return _named(SPACES, name, where="search.suggest.space", what="space")
+
+
+def _named(known: dict[str, Any], name: str, *, where: str, what: str) -> Any:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"{where}: unknown {what} {name!r}; {hint}use one of {', '.join(sorted(known))}")
+    return known[name]

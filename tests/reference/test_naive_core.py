@@ -1,0 +1,212 @@
+"""The core against its naive twins, over random sizes.
+
+Tolerances: both sides work in float64 on fewer than 1e4 well-scaled terms, so they agree to
+about 1e-12; 1e-9 leaves room for the condition of random feature matrices. Figures that are
+differences of larger ones (T, v1) are compared on the scale of what is subtracted.
+"""
+
+import math
+
+import naive_core as naive
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from growth_service.core.certificate import ENOUGH_EXCEEDANCES, transfer, u_statistic, wild_bootstrap_p_value
+from growth_service.core.frontier import Outcome, frontier
+from growth_service.core.score import covariance_diagnostic, descent_direction, saturation_score, whitener
+
+RIDGES = st.sampled_from([0.0, 1e-3, 1e-2, 0.5])
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def probes(draw):
+    """g_NPD and phi_NPK: a few units with a few positions each; more rows than features."""
+    rng = np.random.default_rng(draw(SEEDS))
+    positions, width, features = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    num = draw(st.integers(3 * features + 4, 3 * features + 8))
+    phi_NPK = rng.standard_normal((num, positions, features)) * rng.uniform(0.5, 2.0, features)
+    g_NPD = rng.standard_normal((num, positions, width)) + phi_NPK @ rng.standard_normal((features, width))
+    return g_NPD, phi_NPK
+
+
+@st.composite
+def units(draw):
+    """psi_NM with some mean, from a few units to a dozen."""
+    rng = np.random.default_rng(draw(SEEDS))
+    n, m = draw(st.integers(4, 12)), draw(st.integers(1, 8))
+    return rng.standard_normal((n, m)) * rng.uniform(0.1, 3.0, m) + draw(st.sampled_from([0.0, 0.3, 3.0]))
+
+
+def plain_score(g_NPD, phi_NPK, *, ridge):
+    sigma_KK = naive.second_moment(phi_NPK)
+    return saturation_score(naive.cross_gradient(g_NPD, phi_NPK), whitener(sigma_KK, ridge=ridge))
+
+
+@given(probes(), RIDGES)
+def test_the_score_is_what_least_squares_on_the_jacobian_explains(probe, ridge):
+    assert plain_score(*probe, ridge=ridge) == pytest.approx(naive.score(*probe, ridge=ridge), rel=1e-9)
+
+
+@given(probes())
+def test_the_score_is_the_squared_norm_of_the_projected_gradient(probe):
+    assert plain_score(*probe, ridge=0.0) == pytest.approx(naive.projected_norm_sq(*probe), rel=1e-9)
+
+
+@given(probes())
+def test_the_score_of_dependent_features_is_what_least_squares_explains(probe):
+    g_NPD, phi_NPK = probe
+    doubled_NPK = np.concatenate([phi_NPK, phi_NPK[:, :, :1], np.zeros_like(phi_NPK[:, :, :1])], axis=2)
+    assert plain_score(g_NPD, doubled_NPK, ridge=0.0) == pytest.approx(
+        naive.projected_norm_sq(g_NPD, doubled_NPK), rel=1e-9
+    )
+
+
+@given(probes(), RIDGES)
+def test_the_descent_direction_is_minus_the_least_squares_weights(probe, ridge):
+    g_NPD, phi_NPK = probe
+    direction_DK = descent_direction(
+        naive.cross_gradient(g_NPD, phi_NPK), whitener(naive.second_moment(phi_NPK), ridge=ridge)
+    )
+    wanted_DK = -naive.least_squares_weights(g_NPD, phi_NPK, ridge=ridge).reshape(direction_DK.shape)
+    np.testing.assert_allclose(direction_DK, wanted_DK, rtol=1e-9, atol=1e-9 * np.abs(wanted_DK).max())
+
+
+@given(probes(), st.sampled_from([1e-3, 0.5]))
+def test_the_plug_in_score_is_the_norm_of_the_mean_whitened_unit(probe, ridge):
+    psi_NM = naive.whitened_units(*probe, naive.second_moment(probe[1]), ridge=ridge)
+    assert plain_score(*probe, ridge=ridge) == pytest.approx(naive.plug_in(psi_NM), rel=1e-9)
+
+
+@given(units())
+def test_t_is_the_mean_over_pairs(psi_NM):
+    scale = np.square(psi_NM).sum() / len(psi_NM)
+    assert u_statistic(psi_NM @ psi_NM.T).value == pytest.approx(naive.u_statistic(psi_NM), rel=1e-9, abs=1e-9 * scale)
+
+
+@given(units())
+def test_h2_is_the_mean_squared_inner_product_over_pairs(psi_NM):
+    assert u_statistic(psi_NM @ psi_NM.T).cov_frobenius_sq == pytest.approx(naive.h2(psi_NM), rel=1e-9)
+
+
+@given(units())
+def test_the_noise_floor_is_that_of_the_pairs(psi_NM):
+    assert u_statistic(psi_NM @ psi_NM.T).noise_sd == pytest.approx(naive.noise_sd(psi_NM), rel=1e-9)
+
+
+@given(units())
+def test_v1_is_the_variance_of_the_row_means_without_its_noise(psi_NM):
+    found, h2 = u_statistic(psi_NM @ psi_NM.T).first_order_variance, naive.h2(psi_NM)
+    assert found == pytest.approx(naive.v1(psi_NM), rel=1e-9, abs=1e-9 * h2)
+
+
+@given(units())
+def test_the_standard_error_adds_both_orders(psi_NM):
+    found = u_statistic(psi_NM @ psi_NM.T).standard_error
+    assert found == pytest.approx(naive.standard_error(psi_NM), rel=1e-9)
+
+
+@given(units())
+def test_trace_and_largest_eigenvalue_are_those_of_the_covariance_matrix(psi_NM):
+    statistic, cov_MM = u_statistic(psi_NM @ psi_NM.T), naive.covariance(psi_NM)
+    scale = 1e-9 * np.square(psi_NM).sum()
+    assert statistic.cov_trace == pytest.approx(np.trace(cov_MM), rel=1e-9, abs=scale)
+    assert statistic.cov_largest == pytest.approx(np.linalg.eigvalsh(cov_MM)[-1], rel=1e-9, abs=scale)
+
+
+@given(units(), st.sampled_from([0.2, 0.05, 0.001]))
+def test_the_upper_limit_solves_its_equation(psi_NM, level):
+    assert u_statistic(psi_NM @ psi_NM.T).upper_limit(level) == pytest.approx(
+        naive.upper_limit(psi_NM, level=level), rel=1e-9
+    )
+
+
+@given(units(), st.sampled_from([0.2, 0.05, 0.001]))
+def test_the_lower_limit_is_z_standard_errors_below(psi_NM, level):
+    z = {0.2: 0.8416212335729143, 0.05: 1.6448536269514722, 0.001: 3.090232306167813}[level]  # tables
+    wanted = naive.u_statistic(psi_NM) - z * naive.standard_error(psi_NM)
+    scale = np.square(psi_NM).sum()
+    assert u_statistic(psi_NM @ psi_NM.T).lower_limit(level) == pytest.approx(wanted, rel=1e-9, abs=1e-9 * scale)
+
+
+def signs_of(seed, *, num, n):
+    return np.random.default_rng(seed).integers(0, 2, size=(num, n)) * 2.0 - 1.0
+
+
+@given(SEEDS, st.integers(11, 14), st.sampled_from([1, 50, 99, 300]), st.sampled_from([0.1, 0.4]))
+def test_the_bootstrap_counts_the_flips_that_reach_the_observed_sum(seed, n, max_resamples, shift):
+    psi_NM = np.random.default_rng(seed).standard_normal((n, 3)) + shift
+    signs_BN = signs_of(seed, num=max_resamples, n=n)
+    # All-equal signs give the observed sum itself, up to rounding: such ties have their own test below.
+    assume(not (np.abs(signs_BN.sum(axis=1)) == n).any())
+    found = wild_bootstrap_p_value(psi_NM @ psi_NM.T, max_resamples=max_resamples, seed=seed)
+    wanted = naive.wild_bootstrap_p_value(psi_NM, signs_BN, enough=ENOUGH_EXCEEDANCES)
+    assert found.value == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("max_resamples", [255, 256, 257, 1025, 4000])
+def test_the_bootstrap_approaches_the_share_of_all_flips(max_resamples):
+    psi_NM = np.random.default_rng(6).standard_normal((12, 3)) + 0.55
+    exact = naive.wild_bootstrap_exact(psi_NM)
+    assert 1e-3 < exact < 4e-3  # too small to stop early, large enough to be counted
+    found = wild_bootstrap_p_value(psi_NM @ psi_NM.T, max_resamples=max_resamples, seed=1)
+    # p is a mean of B draws of probability `exact`: 4 standard errors, and 1/(B+1) for the observed one.
+    assert abs(found.value - exact) < 4 * math.sqrt(exact / max_resamples) + 1 / max_resamples
+
+
+def test_the_bootstrap_stops_at_the_exceedance_that_settles_it():
+    psi_NM = np.random.default_rng(0).standard_normal((12, 3))
+    found = wild_bootstrap_p_value(psi_NM @ psi_NM.T, max_resamples=10**6, seed=5)
+    wanted = naive.wild_bootstrap_p_value(psi_NM, signs_of(5, num=2000, n=12), enough=ENOUGH_EXCEEDANCES)
+    assert found.value == pytest.approx(wanted, rel=1e-12)
+    assert found.resamples < 2000
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="reported: certificate.wild_bootstrap_p_value compares floats with >=, rounding turns ties into misses",
+)
+def test_a_tie_of_the_bootstrap_counts_as_reaching_the_observed_sum():
+    # With 4 units the two all-equal flips tie in 1/8 of the draws, so p can never be far below 1/8.
+    for seed in range(20):
+        psi_NM = np.random.default_rng(seed).standard_normal((4, 3)) + 5.0
+        found = wild_bootstrap_p_value(psi_NM @ psi_NM.T, max_resamples=999, seed=seed)
+        # The 20th tie comes after 160 draws, give or take 4 * 33.
+        assert found.value > 20 / 292
+
+
+@given(SEEDS, st.integers(12, 60), st.floats(0.01, 10.0), st.sampled_from([0.2, 0.05, 0.01]))
+def test_transfer_limits_are_students(seed, n, train_score, level):
+    projections_N = np.random.default_rng(seed).standard_normal(n) + 0.2
+    found = transfer(projections_N, train_score=train_score, level=level)
+    mean, lower, upper = naive.transfer(projections_N, train_score=train_score, level=level)
+    assert found.value == pytest.approx(mean, rel=1e-9, abs=1e-12)
+    # The quantile is an expansion: below 1e-5 off from 11 degrees of freedom on for p <= 0.99.
+    half = upper - mean
+    assert found.upper == pytest.approx(upper, abs=1e-5 * half)
+    assert found.lower == pytest.approx(lower, abs=1e-5 * half)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="reported: score.covariance_diagnostic takes too little noise off, n and n - 1 are mixed (see the twin)",
+)
+@given(SEEDS, st.integers(3, 14), st.integers(2, 6))
+def test_the_covariance_figures_are_those_of_the_entries(seed, n, d):
+    rng = np.random.default_rng(seed)
+    g_ND = rng.standard_normal((n, d)) @ rng.standard_normal((d, d)) + rng.standard_normal(d)
+    found = covariance_diagnostic(g_ND)
+    ratio, rank, correlation = naive.covariance_diagnostic(g_ND)
+    assert found.off_diagonal_ratio == pytest.approx(ratio, rel=1e-9, abs=1e-9)
+    assert found.effective_rank == pytest.approx(rank, rel=1e-9)
+    assert found.mean_abs_correlation == pytest.approx(correlation, rel=1e-9)
+
+
+AXIS = st.sampled_from([0.5, 1.0, 2.0, 3.0, math.inf, math.nan])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), AXIS, AXIS), max_size=8))
+def test_the_frontier_is_exactly_the_unbeaten(points):
+    assert set(map(tuple, frontier([Outcome(*p) for p in points]))) == naive.frontier(points)
