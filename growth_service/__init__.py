@@ -1,0 +1,40 @@
+"""Grow residual networks under a compute budget: deeper, wider, more data - or stop?
+
+Importing this package loads neither torch nor Ray: names resolve when they are first used.
+Blocks are in :mod:`growth_service.blocks`.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+_HOMES = {
+    "probe": "growth_service.probing",
+    "jumpboard": "growth_service.probing",
+    "sites": "growth_service.models",
+    "insert_block": "growth_service.growth",
+    "widen": "growth_service.growth",
+    "rebuild": "growth_service.growth",
+    "growth_log": "growth_service.growth",
+    "load_job": "growth_service.spec",
+    "run_job": "growth_service.cli.study",
+}
+
+__all__ = ["growth_log", "insert_block", "jumpboard", "load_job", "probe", "rebuild", "run_job", "sites", "widen"]
+
+try:
+    __version__ = version("growth-service")
+except PackageNotFoundError:  # a checkout that was never installed
+    __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'growth_service' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted([*__all__, "__version__"])

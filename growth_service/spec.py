@@ -63,8 +63,8 @@ class _Spec(BaseModel):
 class DataSpec(_Spec):
     """Which data set, and how much of it."""
 
-    name: str
-    """``digits`` or ``fashion_mnist``."""
+    name: Literal["digits", "fashion_mnist"]
+    """A data set that the service can load."""
     folder: str | None = None
     """Folder with its files; null: the usual places."""
     limits: dict[Literal["train", "probe", "val", "test"], Count] = {}
@@ -74,8 +74,8 @@ class DataSpec(_Spec):
 class ModelSpec(_Spec):
     """What no schedule changes about the architecture."""
 
-    family: str
-    """``resnet`` (images) or ``mlp``."""
+    family: Literal["mlp", "resnet"]
+    """``resnet`` for images, ``mlp`` with one width."""
     widths: Annotated[tuple[Count, ...], Field(min_length=1, max_length=8)]
     """Channels of the residual stream in each group; each later group halves the resolution."""
     stem_stride: Annotated[int, Field(ge=1, le=4)] = 1

@@ -10,7 +10,7 @@ from ray import tune
 from growth_service.core.decisions import decision_to_dict
 from growth_service.core.records import StageRecord, TrialRecord
 from growth_service.errors import ResourceError
-from growth_service.orchestration import board, live, plan, storage
+from growth_service.orchestration import board, live, plan, resources, storage
 from growth_service.orchestration.referee import Verdict
 from growth_service.orchestration.result import StudyResult
 from growth_service.orchestration.runtime import DRIVER_MEMORY_BYTES
@@ -20,7 +20,7 @@ from growth_service.orchestration.storage import StudyFolder
 from growth_service.orchestration.trial import run_train
 from growth_service.spec import JobSpec
 from growth_service.tracking.base import Tracker
-from growth_service.training.data import prepare
+from growth_service.training.datasets import prepare
 
 
 class _Watch:
@@ -55,7 +55,9 @@ def prepare_study(job: JobSpec, folder: StudyFolder) -> dict[str, Any]:
         target=folder.data,
         limits={str(part): limit for part, limit in job.data.limits.items()},
     )
-    plan.check_networks(job, plan.planned_trials(job), data)
+    trials = plan.planned_trials(job)
+    plan.check_networks(job, trials, data)
+    plan.check_budgets(job, trials, data, folder=folder.path)
     return data
 
 
@@ -85,9 +87,9 @@ def run_study(
     """
     started = time.monotonic()
     cpus = float(ray.cluster_resources().get("CPU", 0))
-    plan.check_resources(job, cpus=cpus)
+    resources.check_resources(job, cpus=cpus)
     _check_dashboard()
-    at_once = plan.concurrent(job, cpus=cpus)
+    at_once = resources.concurrent(job, cpus=cpus)
     study_id = f"{folder.name}-{uuid.uuid4().hex[:8]}"
     folder.write_state(attempt=folder.state()["attempt"] + 1)
     watch = _Watch(observer)

@@ -1,17 +1,20 @@
 """From a job to what will run: resolved trials, their budgets, and whether they can fit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from growth_service.core.budget import Budget
 from growth_service.core.schedule import GrowthSchedule
 from growth_service.core.streams import stream_seed
-from growth_service.errors import ResourceError, UserError
+from growth_service.core.units import format_flops
+from growth_service.errors import UserError
 from growth_service.models import build
 from growth_service.spec import JobSpec, ScheduleEntry
 from growth_service.training.config import TrialConfig
-from growth_service.training.data import subset_size
+from growth_service.training.datasets import subset_size
+from growth_service.training.ranks import Ranks
+from growth_service.training.stage_loop import StageLoop
 from search_spaces import listed_schedules, resolve
 
 
@@ -120,21 +123,26 @@ def check_networks(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any
             )
 
 
-def check_resources(job: JobSpec, *, cpus: float) -> None:
-    """Refuse a job that could never run, before anything starts.
+def fresh_loop(job: JobSpec, trial: PlannedTrial, *, data: dict[str, Any], folder: Path) -> StageLoop:
+    """The stage loop of a trial at its very beginning, whatever its folder holds; it writes nothing."""
+    config = replace(trial_config(job, trial, data=data, folder=folder), folder=str(folder / "nowhere"))
+    return StageLoop(config, ranks=Ranks())
+
+
+def check_budgets(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any], *, folder: Path) -> dict[str, int]:
+    """Global batches that the first stage of each trial pays for.
 
     Raises:
-        ResourceError: If one trial needs more CPUs than there are; says the numbers.
+        UserError: If a trial could not train at all in its first stage; says how much it needs.
     """
-    needed = job.resources.workers * job.resources.cpus_per_worker
-    if needed > cpus:
-        raise ResourceError(
-            f"a trial needs {needed} CPUs (resources.workers {job.resources.workers} x cpus_per_worker "
-            f"{job.resources.cpus_per_worker}), but there are {cpus:g}: use fewer workers"
-        )
-
-
-def concurrent(job: JobSpec, *, cpus: float) -> int:
-    """Trials at once: what was asked for, as far as it fits; more would wait for each other for ever."""
-    needed = job.resources.workers * job.resources.cpus_per_worker
-    return max(1, min(job.search.concurrent_trials, int(cpus // needed)))
+    found = {}
+    for trial in trials:
+        loop = fresh_loop(job, trial, data=data, folder=folder)
+        found[trial.name] = loop.planned_batches(0, already=0)
+        if found[trial.name] < 1:
+            raise UserError(
+                f"schedule {trial.name}: budget.trial {format_flops(job.budget.trial)} over {job.search.stages} stages does not "
+                f"pay for one batch and what a stage costs besides ({format_flops(loop.overhead_flops(0))} for evaluations and "
+                "the probe): raise budget.trial, lower search.stages or probe.samples"
+            )
+    return found

@@ -57,7 +57,9 @@ def take_in(study_id: str, result: dict[str, Any]) -> None:
     if "record" not in result:
         return
     data, study = json.loads(result["record"]), live.study(study_id)
-    if result["kind"] == "final":
+    if result["kind"] == "failed":
+        study.hear_failure(data["trial"], data["reason"])
+    elif result["kind"] == "final":
         study.hear_final(FinalRecord.from_dict(data))
     else:
         study.hear_stage(StageRecord.from_dict(data))

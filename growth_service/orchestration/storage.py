@@ -13,7 +13,7 @@ from typing import Any
 from growth_service.core.records import FinalRecord, StageRecord, TrialRecord
 from growth_service.errors import UserError
 from growth_service.spec import JobSpec
-from growth_service.training.checkpoint import stage_folders
+from growth_service.training.layout import stage_folders
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import ray.train
 
 from growth_service.core.decisions import decision_from_dict
 from growth_service.core.records import FinalRecord
+from growth_service.errors import GrowthError
 from growth_service.orchestration.board import await_verdict
 from growth_service.training.config import TrialConfig
 from growth_service.training.ranks import Ranks, one_thread
@@ -21,6 +22,14 @@ def train_loop(config: dict[str, Any]) -> None:
     """
     one_thread()
     ranks = Ranks()
+    try:
+        _run(config, ranks)
+    except GrowthError as error:  # the same mistake on every rank and at every try: no reason to start again
+        failed = {"kind": "failed", "trial": config["trial"]["trial"], "reason": str(error)}
+        ray.train.report({"kind": "failed", "loss_val": float("nan"), "record": json.dumps(failed)})
+
+
+def _run(config: dict[str, Any], ranks: Ranks) -> None:
     loop = run_trial(TrialConfig.from_dict(config["trial"]), ranks=ranks)
     record = next(loop)
     while True:

@@ -7,7 +7,7 @@ functions only draw. Figures belong to their caller: nothing goes through pyplot
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from growth_service.core.frontier import Outcome, frontier
 from growth_service.core.records import TrialRecord
@@ -79,18 +79,32 @@ def site_series(record: TrialRecord) -> list[SitePoint]:
     Empty for a trial that was not probed.
     """
     return [
-        SitePoint(
-            stage=stage.stage,
-            label=_site_label(str(found.get("site", "?")), str(found.get("kind", "depth"))),
-            verdict=str(found.get("verdict", "undetermined")),
-            gain=_number(found.get("predicted_gain")),
-            lower=_number(found.get("gain_lcl", found.get("predicted_gain"))),
-            upper=_number(found.get("predicted_gain_ucl", found.get("predicted_gain"))),
-            tolerance=_number(stage.tolerance_nats),
-            network_verdict=stage.verdict or "",
-        )
+        point
         for stage in record.stages
-        for found in stage.certificates
+        for point in _points(
+            stage.certificates, stage=stage.stage, tolerance=stage.tolerance_nats, verdict=stage.verdict or ""
+        )
+    ]
+
+
+def series_of_report(report: dict[str, Any]) -> list[SitePoint]:
+    """The certificates of one probe (``SaturationReport.to_dict()``) as one panel."""
+    return _points(report["sites"], stage=0, tolerance=report["tolerance_nats"], verdict=report["verdict"])
+
+
+def _points(found: list[dict[str, Any]], *, stage: int, tolerance: float | None, verdict: str) -> list[SitePoint]:
+    return [
+        SitePoint(
+            stage=stage,
+            label=_site_label(str(c.get("site", "?")), str(c.get("kind", "depth"))),
+            verdict=str(c.get("verdict", "undetermined")),
+            gain=_number(c.get("predicted_gain")),
+            lower=_number(c.get("gain_lcl", c.get("predicted_gain"))),
+            upper=_number(c.get("predicted_gain_ucl", c.get("predicted_gain"))),
+            tolerance=_number(tolerance),
+            network_verdict=verdict,
+        )
+        for c in found
     ]
 
 

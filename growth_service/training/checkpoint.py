@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from growth_service.core.receipts import Receipt
 from growth_service.errors import CheckpointError
 from growth_service.growth import growth_log, rebuild
 from growth_service.models import build
+from growth_service.training.layout import stage_folders
 
 FORMAT_VERSION = 1
 logger = logging.getLogger(__name__)
@@ -104,12 +104,6 @@ def newest(stages: Path) -> Checkpoint | None:
         except CheckpointError as error:
             logger.warning("Going back to the checkpoint before, since %s", error)
     return None
-
-
-def stage_folders(stages: Path) -> Iterator[Path]:
-    """Stage checkpoints of a trial, newest first (jumpboards are not among them)."""
-    if stages.is_dir():
-        yield from sorted((p for p in stages.iterdir() if p.name.isdigit()), reverse=True)
 
 
 def optimizer_tensors(optimizer: optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:

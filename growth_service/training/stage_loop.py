@@ -69,6 +69,7 @@ def run_trial(config: TrialConfig, *, ranks: Ranks) -> Generator[Record, Decisio
         After each record, a ``Stop`` from outside, or None (or any other decision) to go on.
     """
     loop = StageLoop(config, ranks=ranks)
+    loop.write_config()
     verdict: Decision | None = None
     for record in loop.history:
         verdict = yield record
@@ -163,7 +164,7 @@ class StageLoop:
             spent += cost
             self._save(f"{stage:03d}-jumpboard", jumpboard=True)
         before = self._snapshot() if ledger_start else None
-        planned = self._planned_batches(stage, already=spent)
+        planned = self.planned_batches(stage, already=spent)
         trained_s = -time.perf_counter()
         spent += self._train(stage, planned, spent)
         trained_s += time.perf_counter()
@@ -274,17 +275,19 @@ class StageLoop:
         moved_val, cost_val = self._evaluate("val")
         return (old_train, old_val, moved_train.loss, moved_val.loss), cost + cost_train + cost_val
 
-    def _planned_batches(self, stage: int, *, already: int) -> int:
+    def planned_batches(self, stage: int, *, already: int) -> int:
         """Global batches that fit into the stage, after all else that it will cost."""
         last = stage + 1 >= self.schedule.num_stages
         end = self.cost.forward * len(self.splits.test.targets)
         total = self.budget.total_flops - end
         target = total if last else total * (stage + 1) // self.schedule.num_stages
-        others = self.cost.forward * (self.subset + len(self.splits.val.targets))
-        if not last:
-            others += self._probe_estimate(stage)
-        room = target - self.budget.spent_flops - already - others
+        room = target - self.budget.spent_flops - already - self.overhead_flops(stage)
         return max(0, room // (self.config.training["batch_size"] * self.cost.train))
+
+    def overhead_flops(self, stage: int) -> int:
+        """What a stage costs besides training and its grow step: evaluations and, where it looks, the probe."""
+        evaluations = self.cost.forward * (self.subset + len(self.splits.val.targets))
+        return evaluations + self._probe_estimate(stage)
 
     def _train(self, stage: int, num_batches: int, spent_before: int) -> int:
         """Train for so many global batches; returns the FLOPs."""
@@ -416,10 +419,15 @@ class StageLoop:
             )
         self.ranks.barrier()
 
+    def write_config(self) -> None:
+        """Keep the trial's input beside its checkpoints, for whoever probes them later."""
+        if self.ranks.is_first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "trial.json").write_text(json.dumps(self.config.to_dict(), indent=1), encoding="utf-8")
+
     def _beat(self, stage: int, flops: int) -> None:
         """Say how far the stage is, so that a kill now can be accounted for."""
         if self.ranks.is_first:
-            self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "progress.json").write_text(json.dumps({"stage": stage, "flops": flops}), encoding="utf-8")
 
     def _spend_diverged(self, flops: int) -> None:

@@ -1,0 +1,1 @@
+"""The command line: verbs, flags and exit codes. No arithmetic here."""

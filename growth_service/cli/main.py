@@ -1,0 +1,166 @@
+"""``growth``: one program, one verb a task."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from growth_service.errors import GrowthError
+
+app = typer.Typer(
+    name="growth",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="""
+Grow residual networks under a compute budget: **deeper, wider, more data - or stop?**
+
+A network starts small and is trained. A probe measures, at every place where a block could go, how much
+loss a new block could remove, with a confidence interval. The best step is taken without changing what
+the network computes, and growth stops where a certificate says that nothing is left to gain. A *study*
+compares such growth schedules with training one size from scratch, at equal compute.
+
+First steps: `growth run search_spaces/jobs/digits.yaml`, about two minutes on two cores; then
+`growth compare` and `growth probe digits/joint`.
+""",
+)
+
+JobPath = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="Job file; digits.yaml is the commented reference.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Change a key of the job; may be repeated.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
+Storage = Annotated[Path, typer.Option("--storage", help="Folder of studies, with MLflow's file in it.")]
+TrackingUri = Annotated[
+    str | None, typer.Option("--tracking-uri", help="MLflow server or sqlite:/// file, in place of the one in --storage.")
+]
+DEFAULT_STORAGE = Path("growth-runs")
+
+
+@app.command()
+def run(
+    job: JobPath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished study of this job.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a study on this machine: trials side by side, records in MLflow, the frontier at the end.
+
+    Example: `growth run search_spaces/jobs/digits.yaml --set budget.trial='40 GFLOP'`
+    """
+    from growth_service.cli.study import run_command
+
+    sys.exit(run_command(job, overrides=overrides or [], resume=resume, as_json=as_json))
+
+
+@app.command()
+def check(job: JobPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Validate a job and print what it will cost: trials, stages, FLOPs, time, disk. Starts nothing.
+
+    Example: `growth check search_spaces/jobs/digits.yaml`
+    """
+    from growth_service.cli.check import check_command
+
+    check_command(job, overrides=overrides or [], as_json=as_json)
+
+
+@app.command()
+def compare(
+    study: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="Name of the study; the latest if left out.")] = None,
+    storage: Storage = DEFAULT_STORAGE,
+    tracking_uri: TrackingUri = None,
+    experiment: Annotated[str | None, typer.Option("--experiment", help="MLflow experiment to look in.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Schedules of a study side by side: loss, compute, grow steps, verdicts, the frontier.
+
+    Example: `growth compare digits`
+    """
+    from growth_service.cli.compare import compare_command
+
+    compare_command(study, uri=tracking_uri, storage=storage, experiment=experiment, as_json=as_json)
+
+
+@app.command()
+def probe(
+    model: Annotated[str, typer.Argument(metavar="RUN", help="A trial (study/trial), an MLflow run id, or a checkpoint folder.")],
+    storage: Storage = DEFAULT_STORAGE,
+    tracking_uri: TrackingUri = None,
+    tolerance: Annotated[str | None, typer.Option("--tolerance", help="Smallest gain that counts, for example '0.05 nats'.")] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=16, help="Most probe samples.")] = None,
+    level: Annotated[float, typer.Option("--level", min=1e-6, max=0.49, help="Error level over all candidates.")] = 0.05,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of candidate blocks and sign flips.")] = 0,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture of the certificates here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Is this network deep enough, and where not? A certificate at every site, and what to do next.
+
+    Example: `growth probe digits/joint --tolerance '0.05 nats' --plot sites.png`
+    """
+    from growth_service.cli.probe import probe_command
+
+    probe_command(
+        model, uri=tracking_uri, storage=storage, tolerance=tolerance, samples=samples, level=level, seed=seed, plot=plot,
+        as_json=as_json,
+    )  # fmt: skip
+
+
+def emit_json(value: Any) -> None:
+    """The one JSON document of ``--json``; non-finite figures are null."""
+    sys.stdout.write(json.dumps(_finite(value), indent=1) + "\n")
+
+
+def out() -> Console:
+    """Console of results, wide enough for tables when it is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+
+
+def err() -> Console:
+    """Console of progress and errors."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 150, highlight=False)
+
+
+def main() -> None:
+    """Entry point: errors become one message and an exit code, never a traceback."""
+    sys.exit(guarded(lambda: app(standalone_mode=False)))
+
+
+def guarded(action: Callable[[], Any]) -> int:
+    """Run an action; returns the exit code of the contract (0 done, 1 failed, 2 wrong input, 130 interrupted)."""
+    usage_error = typer.BadParameter.__base__  # typer does not export it
+    assert usage_error is not None
+    try:
+        action()
+    except GrowthError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except typer.Exit as exit_:
+        return exit_.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("interrupted: finished stages are kept; go on with the same command and --resume\n")
+        return 130
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 1
+    except usage_error as error:
+        error.show()
+        return 2
+    return 0
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+if __name__ == "__main__":
+    main()

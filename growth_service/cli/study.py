@@ -1,0 +1,153 @@
+"""``growth run``, and :func:`run_job` for Python."""
+
+import os
+import shutil
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from rich.console import Console
+from rich.text import Text
+
+from cluster.embedded import embedded_ray
+from dashboards.live import LiveView
+from dashboards.terminal import study_summary
+from growth_service.core.records import StageRecord, TrialRecord
+from growth_service.core.units import format_seconds
+from growth_service.errors import GrowthError
+from growth_service.orchestration import resources, storage
+from growth_service.spec import JobSpec, load_job
+from search_spaces import listed_schedules
+from search_spaces import space as find_space
+
+if TYPE_CHECKING:
+    from growth_service.orchestration.result import StudyResult
+
+
+class _Silent:
+    """Observer that says nothing."""
+
+    def trial_started(self, trial: str) -> None:
+        """Nothing."""
+
+    def stage_done(self, record: StageRecord) -> None:
+        """Nothing."""
+
+    def trial_done(self, record: TrialRecord) -> None:
+        """Nothing."""
+
+
+def run_job(job: JobSpec, *, resume: bool = False, observer: Any = None, job_text: str | None = None) -> "StudyResult":
+    """Run a study on this machine (or on the Ray that this process is connected to).
+
+    Args:
+        job: From :func:`growth_service.load_job`.
+        resume: Go on with the unfinished study of this job.
+        observer: Told what happens; see ``orchestration.live.Observer``.
+        job_text: The job file as written, kept with the records; None: the resolved job.
+
+    Returns:
+        Trials, frontier, the schedule to prefer. Also in MLflow and in the study's folder.
+
+    Raises:
+        UserError: If the job cannot run as asked; nothing was started.
+    """
+    started = time.monotonic()
+    check_light(job)
+    folder = storage.open_study(job, resume=resume)
+    if resume and folder.state()["status"] == "finished":
+        raise storage.UserError(f"study {folder.name!r} is finished: there is nothing to resume; see growth compare {folder.name}")
+    try:
+        from growth_service.orchestration import controller
+        from growth_service.tracking.mlflow_writer import MlflowTracker
+
+        data = controller.prepare_study(job, folder)
+    except GrowthError:
+        if not resume:
+            shutil.rmtree(folder.path, ignore_errors=True)  # nothing has run: leave nothing behind
+        raise
+    prepared = time.monotonic()
+    with embedded_ray():
+        ray_up = time.monotonic()
+        result = controller.run_study(
+            job,
+            folder=folder,
+            data=data,
+            tracker=MlflowTracker(tracking_uri(job), job.mlflow.experiment),
+            observer=observer or _Silent(),
+            job_text=job_text or job.model_dump_json(indent=1),
+            resumed=resume,
+        )
+    before = {"check and data": prepared - started, "start Ray": ray_up - prepared}
+    after = {"wrap up": time.monotonic() - ray_up - sum(result.phases_s.values())}
+    result.phases_s.update(before | result.phases_s | after)
+    return result
+
+
+def check_light(job: JobSpec) -> None:
+    """All that can be wrong about a job without loading torch, Ray or data.
+
+    Raises:
+        UserError: What, which, allowed.
+    """
+    listed_schedules(job)
+    if job.search.suggest is not None:
+        find_space(job.search.suggest.space)
+    resources.check_resources(job, cpus=float(os.cpu_count() or 1))
+
+
+def tracking_uri(job: JobSpec) -> str:
+    """The job's MLflow store: as given, else a file in its storage."""
+    return job.mlflow.tracking_uri or default_uri(Path(job.storage))
+
+
+def default_uri(root: Path) -> str:
+    """MLflow's sqlite file in a storage folder."""
+    return f"sqlite:///{(root.expanduser() / 'mlflow.db').resolve()}"
+
+
+def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool) -> int:
+    """``growth run``: live view on stderr, summary (or JSON) on stdout; returns the exit code."""
+    from growth_service.cli.main import emit_json, err, out
+
+    started = time.monotonic()
+    job = load_job(path, overrides=overrides)
+    console = err()
+    view = LiveView(console, budget_flops=job.budget.trial, num_stages=job.search.stages)
+    with view if not as_json else nullcontext():
+        result = run_job(job, resume=resume, observer=None if as_json else view, job_text=path.read_text(encoding="utf-8"))
+    if as_json:
+        emit_json(result.to_dict())
+    else:
+        out().print(study_summary(result.trials, result.frontier, result.preference))
+        _print_phases(console, result.phases_s, wall_s=time.monotonic() - started)
+        _print_next(out(), job, result)
+    for trial in result.failed:
+        reason = trial.final.reason if trial.final else "unfinished"
+        console.print(f"trial {trial.trial} failed: {reason}", style="red", soft_wrap=True)
+    return 1 if result.failed else 0
+
+
+def _print_phases(console: Console, phases_s: dict[str, float], *, wall_s: float) -> None:
+    listed = ", ".join(f"{name} {format_seconds(s)}" for name, s in phases_s.items())
+    console.print(f"Time: {format_seconds(wall_s)} ({listed})", soft_wrap=True)
+    load = os.getloadavg()[0]
+    times = psutil.Process().cpu_times()
+    spent = times.user + times.system + times.children_user + times.children_system
+    console.print(f"Machine: load {load:.1f} on {os.cpu_count()} cores, {spent:.0f} CPU-seconds in this process and its ended children", soft_wrap=True)
+
+
+def _print_next(console: Console, job: JobSpec, result: "StudyResult") -> None:
+    root = job.storage
+    at = "" if root == "growth-runs" else f" --storage {root}"
+    guided = next((t.trial for t in result.trials if any(r.verdict for r in t.stages)), result.trials[0].trial)
+    console.print(Text("\nLook further:", style="bold"))
+    for command, what in (
+        (f"growth compare {result.name}{at}", "this table again, from MLflow"),
+        (f"growth probe {result.name}/{guided}{at} --plot sites.png", "certificates of that network, and a picture"),
+        (f"mlflow ui --backend-store-uri {tracking_uri(job)}", "curves of loss against compute, events, certificates"),
+    ):
+        console.print(f"  {command}", style="cyan", soft_wrap=True, end="")
+        console.print(f"   # {what}", style="dim", soft_wrap=True)
