@@ -124,9 +124,7 @@ def reasons(trials: list[TrialRecord]) -> list[Text]:
     return lines
 
 
-def study_summary(
-    trials: list[TrialRecord], frontier: list[Outcome], preference: Preference | None
-) -> RenderableType:
+def study_summary(trials: list[TrialRecord], frontier: list[Outcome], preference: Preference | None) -> RenderableType:
     """Table, reasons, frontier, and the schedule to prefer."""
     parts: list[RenderableType] = [final_table(trials, frontier, preferred=preference.trial if preference else None)]
     why = reasons(trials)
@@ -149,7 +147,16 @@ def certificate_table(report: dict[str, Any]) -> RenderableType:
         report: ``SaturationReport.to_dict()``.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("candidate", "gain, nats [limits]", "transferable [upper]", "p", "SNR", "eta", "gain per GFLOP", "verdict"):
+    for name in (
+        "candidate",
+        "gain, nats [limits]",
+        "transferable [upper]",
+        "p",
+        "SNR",
+        "eta",
+        "gain per GFLOP",
+        "verdict",
+    ):
         table.add_column(name, justify="left" if name in ("candidate", "verdict") else "right", no_wrap=True)
     for s in report["sites"]:
         table.add_row(

@@ -165,7 +165,9 @@ def tangent_features(block: Block, z: Tensor) -> Tensor:
     phi = block.features(z)
     project = block.project
     if isinstance(project, nn.Conv2d):
-        flat = nn.functional.unfold(phi, project.kernel_size, project.dilation, project.padding, project.stride)
+        padding = project.padding
+        assert not isinstance(padding, str)
+        flat = nn.functional.unfold(phi, project.kernel_size, project.dilation, padding, project.stride)
     else:
         flat = stream_positions(phi)
     if project.bias is None:

@@ -332,7 +332,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise JobFileError(f"--set {override!r}: the value is not valid YAML ({getattr(error, 'problem', error)})") from None
+        raise JobFileError(
+            f"--set {override!r}: the value is not valid YAML ({getattr(error, 'problem', error)})"
+        ) from None
     if isinstance(place, list):
         index = _list_index(place, last, override)
         place[index] = value

@@ -54,7 +54,8 @@ def space(name: str) -> Callable[[Any], dict[str, Any]]:
     Raises:
         UserError: If it is unknown.
     """
-    return _named(SPACES, name, where="search.suggest.space", what="space")
+    found: Callable[[Any], dict[str, Any]] = _named(SPACES, name, where="search.suggest.space", what="space")
+    return found
 
 
 def _named(known: dict[str, Any], name: str, *, where: str, what: str) -> Any:

@@ -34,7 +34,13 @@ def depth_only(
 
 
 def data_only(
-    *, name: str, num_stages: int, blocks: Sizes, hidden: Sizes, data_share: Share = 0.25, factor: Annotated[float, Ge(1.1)] = 2.0
+    *,
+    name: str,
+    num_stages: int,
+    blocks: Sizes,
+    hidden: Sizes,
+    data_share: Share = 0.25,
+    factor: Annotated[float, Ge(1.1)] = 2.0,
 ) -> GrowthSchedule:
     """One size; the training subset grows by ``factor`` after each stage until all is in use."""
     steps: list[tuple[int, tuple[Change, ...]]] = []

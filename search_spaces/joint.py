@@ -69,5 +69,3 @@ def joint_space(trial: Any) -> dict[str, Any]:
     if share < 1:
         arguments["data_factor"] = trial.suggest_categorical("data_factor", [2.0, 4.0])
     return {"use": "joint"} | arguments
-
-

@@ -8,7 +8,9 @@ from growth_service.orchestration.result import outcomes
 from growth_service.tracking.mlflow_reader import read_study
 
 
-def compare_command(study: str | None, *, uri: str | None, storage: Path, experiment: str | None, as_json: bool) -> None:
+def compare_command(
+    study: str | None, *, uri: str | None, storage: Path, experiment: str | None, as_json: bool
+) -> None:
     """Read a study and print it as a table or as JSON."""
     from growth_service.cli.main import emit_json, err, out
     from growth_service.cli.study import default_uri

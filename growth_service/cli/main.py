@@ -37,9 +37,11 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
 Storage = Annotated[Path, typer.Option("--storage", help="Folder of studies, with MLflow's file in it.")]
 TrackingUri = Annotated[
-    str | None, typer.Option("--tracking-uri", help="MLflow server or sqlite:/// file, in place of the one in --storage.")
+    str | None,
+    typer.Option("--tracking-uri", help="MLflow server or sqlite:/// file, in place of the one in --storage."),
 ]
 DEFAULT_STORAGE = Path("growth-runs")
+_UsageError: Any = typer.BadParameter.__base__  # wrong flags; typer does not export it
 
 
 @app.command()
@@ -71,7 +73,9 @@ def check(job: JobPath, overrides: Overrides = None, as_json: AsJson = False) ->
 
 @app.command()
 def compare(
-    study: Annotated[str | None, typer.Argument(metavar="[STUDY]", help="Name of the study; the latest if left out.")] = None,
+    study: Annotated[
+        str | None, typer.Argument(metavar="[STUDY]", help="Name of the study; the latest if left out.")
+    ] = None,
     storage: Storage = DEFAULT_STORAGE,
     tracking_uri: TrackingUri = None,
     experiment: Annotated[str | None, typer.Option("--experiment", help="MLflow experiment to look in.")] = None,
@@ -88,12 +92,18 @@ def compare(
 
 @app.command()
 def probe(
-    model: Annotated[str, typer.Argument(metavar="RUN", help="A trial (study/trial), an MLflow run id, or a checkpoint folder.")],
+    model: Annotated[
+        str, typer.Argument(metavar="RUN", help="A trial (study/trial), an MLflow run id, or a checkpoint folder.")
+    ],
     storage: Storage = DEFAULT_STORAGE,
     tracking_uri: TrackingUri = None,
-    tolerance: Annotated[str | None, typer.Option("--tolerance", help="Smallest gain that counts, for example '0.05 nats'.")] = None,
+    tolerance: Annotated[
+        str | None, typer.Option("--tolerance", help="Smallest gain that counts, for example '0.05 nats'.")
+    ] = None,
     samples: Annotated[int | None, typer.Option("--samples", min=16, help="Most probe samples.")] = None,
-    level: Annotated[float, typer.Option("--level", min=1e-6, max=0.49, help="Error level over all candidates.")] = 0.05,
+    level: Annotated[
+        float, typer.Option("--level", min=1e-6, max=0.49, help="Error level over all candidates.")
+    ] = 0.05,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of candidate blocks and sign flips.")] = 0,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture of the certificates here.")] = None,
     as_json: AsJson = False,
@@ -132,8 +142,6 @@ def main() -> None:
 
 def guarded(action: Callable[[], Any]) -> int:
     """Run an action; returns the exit code of the contract (0 done, 1 failed, 2 wrong input, 130 interrupted)."""
-    usage_error = typer.BadParameter.__base__  # typer does not export it
-    assert usage_error is not None
     try:
         action()
     except GrowthError as error:
@@ -146,7 +154,7 @@ def guarded(action: Callable[[], Any]) -> int:
         return 130
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 1
-    except usage_error as error:
+    except _UsageError as error:
         error.show()
         return 2
     return 0

@@ -16,7 +16,7 @@ from dashboards.live import LiveView
 from dashboards.terminal import study_summary
 from growth_service.core.records import StageRecord, TrialRecord
 from growth_service.core.units import format_seconds
-from growth_service.errors import GrowthError
+from growth_service.errors import GrowthError, UserError
 from growth_service.orchestration import resources, storage
 from growth_service.spec import JobSpec, load_job
 from search_spaces import listed_schedules
@@ -58,7 +58,9 @@ def run_job(job: JobSpec, *, resume: bool = False, observer: Any = None, job_tex
     check_light(job)
     folder = storage.open_study(job, resume=resume)
     if resume and folder.state()["status"] == "finished":
-        raise storage.UserError(f"study {folder.name!r} is finished: there is nothing to resume; see growth compare {folder.name}")
+        raise UserError(
+            f"study {folder.name!r} is finished: there is nothing to resume; see growth compare {folder.name}"
+        )
     try:
         from growth_service.orchestration import controller
         from growth_service.tracking.mlflow_writer import MlflowTracker
@@ -117,7 +119,9 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
     console = err()
     view = LiveView(console, budget_flops=job.budget.trial, num_stages=job.search.stages)
     with view if not as_json else nullcontext():
-        result = run_job(job, resume=resume, observer=None if as_json else view, job_text=path.read_text(encoding="utf-8"))
+        result = run_job(
+            job, resume=resume, observer=None if as_json else view, job_text=path.read_text(encoding="utf-8")
+        )
     if as_json:
         emit_json(result.to_dict())
     else:
@@ -136,7 +140,10 @@ def _print_phases(console: Console, phases_s: dict[str, float], *, wall_s: float
     load = os.getloadavg()[0]
     times = psutil.Process().cpu_times()
     spent = times.user + times.system + times.children_user + times.children_system
-    console.print(f"Machine: load {load:.1f} on {os.cpu_count()} cores, {spent:.0f} CPU-seconds in this process and its ended children", soft_wrap=True)
+    console.print(
+        f"Machine: load {load:.1f} on {os.cpu_count()} cores, {spent:.0f} CPU-seconds in this process and its children",
+        soft_wrap=True,
+    )
 
 
 def _print_next(console: Console, job: JobSpec, result: "StudyResult") -> None:

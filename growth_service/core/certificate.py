@@ -149,6 +149,35 @@ def wild_bootstrap_p_value(gram_NN: FloatArray, *, max_resamples: int, seed: int
     return PValue((1 + exceed) / (max_resamples + 1), done)
 
 
+def chaos_tail_bound(snr: float) -> float:
+    r"""Upper bound of the sign-flip p-value from the signal-to-noise ratio alone.
+
+    Given the data, a sign-flipped T* is a Rademacher chaos of degree 2 with standard deviation
+    equal to the noise floor, so :math:`P(T^* \ge t\,sd_0) \le e^{-t/e}` for :math:`t \ge 2e`.
+    Source: O'Donnell 2014, "Analysis of Boolean Functions", theorem 9.23.
+
+    Returns:
+        In (0, 1]; 1.0 below ``2 e``, where the bound says nothing.
+    """
+    return math.exp(-snr / math.e) if snr >= 2 * math.e else 1.0
+
+
+def significance(gram_NN: FloatArray, stat: UStatistic, *, threshold: float, max_resamples: int, seed: int) -> PValue:
+    """p-value for S = 0: the analytic bound where it settles the matter, else sign flips.
+
+    Args:
+        gram_NN: H_ij. ``[N, N]``.
+        stat: Its statistic.
+        threshold: The p-value that will be compared with, level / number of candidates.
+        max_resamples: Of :func:`wild_bootstrap_p_value`.
+        seed: Of the sign flips.
+    """
+    bound = chaos_tail_bound(stat.snr)
+    if bound < threshold:
+        return PValue(bound, 0)
+    return wild_bootstrap_p_value(gram_NN, max_resamples=max_resamples, seed=seed)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
     """What following the *training* direction removes from the held-out loss."""

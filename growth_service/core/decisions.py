@@ -200,9 +200,7 @@ class Standing:
     loss_val: float
 
 
-def judge(
-    standing: Standing, finished: list[Standing], *, prune_ratio: float, grace_flops: int
-) -> Decision:
+def judge(standing: Standing, finished: list[Standing], *, prune_ratio: float, grace_flops: int) -> Decision:
     """Across trials: may this one go on?
 
     One rule: a trial is pruned when its validation loss is more than ``prune_ratio`` times the

@@ -23,9 +23,7 @@ def frontier(outcomes: list[Outcome]) -> list[Outcome]:
     kept = [
         o
         for o in finite
-        if not any(
-            p.flops <= o.flops and p.loss <= o.loss and (p.flops < o.flops or p.loss < o.loss) for p in finite
-        )
+        if not any(p.flops <= o.flops and p.loss <= o.loss and (p.flops < o.flops or p.loss < o.loss) for p in finite)
     ]
     return sorted(kept, key=lambda o: (o.flops, o.loss, o.trial))
 
@@ -49,8 +47,14 @@ def prefer(outcomes: list[Outcome], *, noise_share: float = 0.02) -> Preference 
     best = min(unbeaten, key=lambda o: o.loss)
     cheap = next(o for o in unbeaten if o.loss <= best.loss * (1 + noise_share))
     if cheap == best:
-        reason = f"it has the lowest validation loss ({best.loss:.4g} nats), and nothing cheaper comes within {noise_share:.0%}"
+        reason = (
+            f"it has the lowest validation loss ({best.loss:.4g} nats), and nothing cheaper comes within "
+            f"{noise_share:.0%}"
+        )
     else:
         saved = 1 - cheap.flops / best.flops
-        reason = f"its loss ({cheap.loss:.4g} nats) is within {noise_share:.0%} of the best ({best.loss:.4g}, {best.trial}) for {saved:.0%} less compute"
+        reason = (
+            f"its loss ({cheap.loss:.4g} nats) is within {noise_share:.0%} of the best ({best.loss:.4g}, {best.trial}) "
+            f"for {saved:.0%} less compute"
+        )
     return Preference(cheap.trial, reason)

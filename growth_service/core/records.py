@@ -69,6 +69,8 @@ class StageRecord:
     """Grow steps taken at the start of this stage."""
     step: list[str] = field(default_factory=list)
     """The same in words."""
+    fallback: bool = False
+    """True where training ended above where it began on the training subset, and was undone."""
     ledger: dict[str, Any] | None = None
     protocol: str | None = None
     """Digest of the probe protocol, fixed before any gradient was read."""

@@ -49,12 +49,12 @@ class AddData:
 
 
 Change = AddBlock | AddUnits | AddData
-_CHANGES: dict[str, type[Change]] = {"depth": AddBlock, "width": AddUnits, "data": AddData}
+_CHANGES: dict[Axis, type[Change]] = {"depth": AddBlock, "width": AddUnits, "data": AddData}
 
 
 def axis_of(change: Change) -> Axis:
     """The axis that a change grows."""
-    return next(axis for axis, kind in _CHANGES.items() if isinstance(change, kind))  # type: ignore[return-value]
+    return next(axis for axis, kind in _CHANGES.items() if isinstance(change, kind))
 
 
 def change_to_dict(change: Change) -> dict[str, Any]:
@@ -65,7 +65,8 @@ def change_to_dict(change: Change) -> dict[str, Any]:
 def change_from_dict(data: dict[str, Any]) -> Change:
     """Inverse of :func:`change_to_dict`."""
     fields = dict(data)
-    return _CHANGES[fields.pop("axis")](**fields)
+    axis: Axis = fields.pop("axis")
+    return _CHANGES[axis](**fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,9 +152,7 @@ class GrowthSchedule:
         )
         rule: Policy
         if policy.pop("kind") == "fixed":
-            rule = FixedSteps(
-                steps=tuple((w, tuple(change_from_dict(c) for c in cs)) for w, cs in policy["steps"])
-            )
+            rule = FixedSteps(steps=tuple((w, tuple(change_from_dict(c) for c in cs)) for w, cs in policy["steps"]))
         else:
             rule = SignalGuided(**policy | {"axes": tuple(policy["axes"])})
         return cls(name=data["name"], initial=size, policy=rule, num_stages=data["num_stages"])

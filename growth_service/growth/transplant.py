@@ -5,9 +5,7 @@ from collections.abc import Iterable
 from torch import nn, optim
 
 
-def parameter_groups(
-    named: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float
-) -> list[dict[str, object]]:
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float) -> list[dict[str, object]]:
     """Two groups: matrices and kernels decay, norms and biases do not."""
     named = list(named)
     decay = [(n, p) for n, p in named if p.ndim > 1]

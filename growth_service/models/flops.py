@@ -35,8 +35,8 @@ class FlopCounter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self.flops: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -59,7 +59,7 @@ def resolve(model: nn.Module, path: str) -> nn.Module:
     if path not in named or not path:
         near = [name for name in named if name.startswith(path.split(".")[0])][:6] or list(named)[1:7]
         raise SiteError(f"no module at path {path!r}: use one of {', '.join(near)}, ...")
-    module = named[path]
+    module: nn.Module = named[path]
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         raise SiteError(
             f"{path!r} is a container ({type(module).__name__}): name its last child, whose output is the same stream"
@@ -128,4 +128,14 @@ def size_of(model: nn.Module) -> tuple[int, int, int]:
     return depth, width, sum(p.numel() for p in model.parameters())
 
 
-__all__ = ["Residual", "Site", "blocks_of", "default_block_config", "neighbour", "resolve", "site_of", "sites", "size_of"]
+__all__ = [
+    "Residual",
+    "Site",
+    "blocks_of",
+    "default_block_config",
+    "neighbour",
+    "resolve",
+    "site_of",
+    "sites",
+    "size_of",
+]

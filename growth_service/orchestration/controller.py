@@ -163,7 +163,7 @@ def _fit(study_id: str, folder: StudyFolder, *, at_once: int) -> None:
 
 def _check_dashboard() -> None:
     """Without its dashboard Ray never frees the resources of a trial that is killed."""
-    if not ray.worker.global_worker.node.address_info.get("webui_url"):  # type: ignore[attr-defined]
+    if not ray.worker.global_worker.node.address_info.get("webui_url"):
         raise ResourceError(
             "Ray runs without its dashboard, so that a killed trial would block the next one for ever: start Ray with "
             "include_dashboard=True (ray start --include-dashboard=true), and install ray[default]"

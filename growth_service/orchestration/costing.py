@@ -57,7 +57,9 @@ def cost_of(job: JobSpec, *, folder: Path) -> dict[str, Any]:
     }
 
 
-def _trial_cost(job: JobSpec, trial: plan.PlannedTrial, data: dict[str, Any], folder: Path, batches: int) -> dict[str, Any]:
+def _trial_cost(
+    job: JobSpec, trial: plan.PlannedTrial, data: dict[str, Any], folder: Path, batches: int
+) -> dict[str, Any]:
     loop = plan.fresh_loop(job, trial, data=data, folder=folder)
     depth, width, params = size_of(loop.model)
     return {

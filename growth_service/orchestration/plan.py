@@ -34,7 +34,7 @@ def planned_trials(job: JobSpec) -> list[PlannedTrial]:
     Raises:
         UserError: If an entry of the job is wrong.
     """
-    trials = []
+    trials: list[PlannedTrial] = []
     for repeat in range(job.search.repeats):
         for schedule in listed_schedules(job):
             name = schedule.name if job.search.repeats == 1 else f"{schedule.name}-s{job.seed + repeat}"
@@ -68,7 +68,9 @@ def study_budget(job: JobSpec) -> Budget:
     trial = int(job.budget.trial)
     total = int(job.budget.study) if job.budget.study is not None else trial * num_trials(job)
     if total < trial:
-        raise UserError(f"budget.study {total:.3g} FLOPs is less than budget.trial {trial:.3g}: not one trial could run")
+        raise UserError(
+            f"budget.study {total:.3g} FLOPs is less than budget.trial {trial:.3g}: not one trial could run"
+        )
     return Budget(total_flops=total)
 
 
@@ -118,8 +120,8 @@ def check_networks(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any
         smallest = subset_size(data["sizes"]["train"], trial.schedule.initial.data_share)
         if job.training.batch_size > smallest:
             raise UserError(
-                f"schedule {trial.name}: training.batch_size {job.training.batch_size} is larger than its first training "
-                f"subset of {smallest} samples: use a smaller batch or a larger data_share"
+                f"schedule {trial.name}: training.batch_size {job.training.batch_size} is larger than its first "
+                f"training subset of {smallest} samples: use a smaller batch or a larger data_share"
             )
 
 
@@ -141,8 +143,8 @@ def check_budgets(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any]
         found[trial.name] = loop.planned_batches(0, already=0)
         if found[trial.name] < 1:
             raise UserError(
-                f"schedule {trial.name}: budget.trial {format_flops(job.budget.trial)} over {job.search.stages} stages does not "
-                f"pay for one batch and what a stage costs besides ({format_flops(loop.overhead_flops(0))} for evaluations and "
-                "the probe): raise budget.trial, lower search.stages or probe.samples"
+                f"schedule {trial.name}: budget.trial {format_flops(job.budget.trial)} over {job.search.stages} stages "
+                f"does not pay for one batch and what a stage costs besides ({format_flops(loop.overhead_flops(0))} for "
+                "evaluations and the probe): raise budget.trial, lower search.stages or probe.samples"
             )
     return found

@@ -96,7 +96,8 @@ def open_study(job: JobSpec, *, resume: bool) -> StudyFolder:
         if state["status"] != "finished":
             if not resume:
                 raise UserError(
-                    f"study {name!r} in {root} is unfinished: go on with --resume, or remove {folder.path} to start anew"
+                    f"study {name!r} in {root} is unfinished: go on with --resume, or remove {folder.path} to start "
+                    "anew"
                 )
             if state["job"] != digest:
                 raise UserError(

@@ -239,14 +239,14 @@ def forward_backward(
             outputs = model(inputs)
         total = summed(loss(outputs, targets), reduction=reduction, num_samples=num)
         if not torch.isfinite(total):
-            raise UserError(f"the loss of a probe batch is {float(total)}: the network diverged or its inputs are not finite")
+            raise UserError(
+                f"the loss of a probe batch is {float(total)}: the network diverged or its inputs are not finite"
+            )
         grads = torch.autograd.grad(total, [taps.stream[p] for p in paths], allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
-    gradients = {
-        p: torch.zeros_like(taps.stream[p]) if g is None else g for p, g in zip(paths, grads, strict=True)
-    }
+    gradients = {p: torch.zeros_like(taps.stream[p]) if g is None else g for p, g in zip(paths, grads, strict=True)}
     return outputs, num, float(total.detach().double()), taps, gradients, ratios
 
 

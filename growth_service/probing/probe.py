@@ -100,8 +100,10 @@ def probe(
             "probe needs train_batches, or pool (inputs disjoint from batches): a second moment from the probe "
             "samples themselves would bias every score"
         )
-    chosen = list(candidates) if candidates is not None else _default_candidates(
-        model, sites, blocks, example=held_out[0][0], seed=seed
+    chosen = (
+        list(candidates)
+        if candidates is not None
+        else _default_candidates(model, sites, blocks, example=held_out[0][0], seed=seed)
     )
     if not chosen:
         raise UserError("there is no candidate to probe: the network has no site")
@@ -165,9 +167,7 @@ def probe(
         sites=reports,
         verdict=cert.network_verdict([r.verdict for r in reports]),
         best=max(useful, key=lambda r: r.gain_per_flop) if useful else None,
-        covariance={
-            c.path: covariance_diagnostic(s.gradient_ND) for c, s in zip(chosen, rows.sites, strict=True)
-        },
+        covariance={c.path: covariance_diagnostic(s.gradient_ND) for c, s in zip(chosen, rows.sites, strict=True)},
         loss_nats=loss_nats,
         tolerance_nats=context.tolerance,
         level=level,
@@ -220,7 +220,13 @@ def _certify(
     def moved_gain(rate: float) -> float:
         return min(context.r_max * stream_norm * rate, context.loss_nats)
 
-    p_value = cert.wild_bootstrap_p_value(gram_NN, max_resamples=context.max_resamples, seed=context.seed)
+    p_value = cert.significance(
+        gram_NN,
+        stat,
+        threshold=context.level / context.num_candidates,
+        max_resamples=context.max_resamples,
+        seed=context.seed,
+    )
     flops = cert.certificate_flops(
         num_units=n,
         numbers=rows.psi_NM.shape[1],
@@ -299,7 +305,9 @@ def _default_candidates(
         block = (blocks or {}).get(path)
         if block is None:
             generator = torch.Generator().manual_seed(seed * 1009 + index)
-            block = block_from_config(default_block_config(model, site_of(taps.stream[path], path=path)), generator=generator)
+            block = block_from_config(
+                default_block_config(model, site_of(taps.stream[path], path=path)), generator=generator
+            )
             block.to(dtype=taps.stream[path].dtype, device=taps.stream[path].device)
         made.append(Candidate(path=path, block=block))
     return made
@@ -326,9 +334,7 @@ def _sum_moments(
     return _added_up(run(one, listed))
 
 
-def _sum_pool(
-    model: nn.Module, candidates: list[Candidate], pool: Iterable[Tensor], *, run: Mapper
-) -> collect.Moments:
+def _sum_pool(model: nn.Module, candidates: list[Candidate], pool: Iterable[Tensor], *, run: Mapper) -> collect.Moments:
     listed = list(pool)
     if not listed:
         raise UserError("pool is empty: pass inputs disjoint from batches")
@@ -348,12 +354,8 @@ def _added_up(parts: list[collect.Moments]) -> collect.Moments:
 
 def _at_most(rows: collect.Units, limit: int) -> collect.Units:
     """The first ``limit`` rows; the loss stays over all."""
-    kept = [
-        collect.SiteUnits(**{f: getattr(s, f)[:limit] for f in s.__dataclass_fields__}) for s in rows.sites
-    ]
-    return collect.Units(
-        loss_sum=rows.loss_sum, num_samples=rows.num_samples, flops=rows.flops, sites=kept
-    )
+    kept = [collect.SiteUnits(**{f: getattr(s, f)[:limit] for f in s.__dataclass_fields__}) for s in rows.sites]
+    return collect.Units(loss_sum=rows.loss_sum, num_samples=rows.num_samples, flops=rows.flops, sites=kept)
 
 
 def _ordinary_step(ratios: dict[str, tuple[float, float]]) -> float:

@@ -19,9 +19,7 @@ class DataPosition:
     offset: int = 0
 
 
-def next_indices(
-    position: DataPosition, *, subset: int, batch_size: int, seed: int
-) -> tuple[Tensor, DataPosition]:
+def next_indices(position: DataPosition, *, subset: int, batch_size: int, seed: int) -> tuple[Tensor, DataPosition]:
     """Indices of the next global batch; each pass over the subset is a new permutation.
 
     A batch never crosses passes: a rest smaller than a batch is left for another pass.

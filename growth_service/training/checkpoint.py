@@ -50,7 +50,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     partial.mkdir(parents=True)
     weights = {k: v.detach().contiguous() for k, v in checkpoint.model.state_dict().items()}
     save_file(weights, partial / "weights.safetensors")
-    save_file({k: v.detach().contiguous() for k, v in checkpoint.optimizer_state.items()}, partial / "optimizer.safetensors")
+    save_file(
+        {k: v.detach().contiguous() for k, v in checkpoint.optimizer_state.items()}, partial / "optimizer.safetensors"
+    )
     _write_json(partial / "streams.json", checkpoint.streams)
     _write_json(partial / "history.json", checkpoint.history)
     manifest = {
@@ -73,13 +75,19 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is no complete checkpoint: its manifest.json cannot be read ({error})") from error
+        raise CheckpointError(
+            f"{folder} is no complete checkpoint: its manifest.json cannot be read ({error})"
+        ) from error
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"{folder} has checkpoint format {version!r}, this version reads {FORMAT_VERSION}: update growth-service")
+        raise CheckpointError(
+            f"{folder} has checkpoint format {version!r}, this version reads {FORMAT_VERSION}: update growth-service"
+        )
     for name, expected in manifest["sha256"].items():
         if not (folder / name).is_file() or _sha256(folder / name) != expected:
-            raise CheckpointError(f"{folder / name} is damaged or missing (its sha256 differs): use the checkpoint before it")
+            raise CheckpointError(
+                f"{folder / name} is damaged or missing (its sha256 differs): use the checkpoint before it"
+            )
     base = manifest["base"]
     model = rebuild(build(base["spec"], seed=base["seed"]), [Receipt.from_dict(r) for r in manifest["growth_log"]])
     try:
@@ -108,7 +116,7 @@ def newest(stages: Path) -> Checkpoint | None:
 
 def optimizer_tensors(optimizer: optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Optimiser state by parameter name: ``<parameter>/<state>``."""
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {
         f"{names[p]}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
         for p, state in optimizer.state.items()

@@ -61,7 +61,9 @@ def load_fashion_mnist(folder: Path | None) -> _Raw:
     else:
         if folder is not None:
             names = ", ".join(FASHION_FILES)
-            raise DataNotFoundError(f"data.folder {folder} does not hold Fashion-MNIST: it needs {names} (plain or .gz)")
+            raise DataNotFoundError(
+                f"data.folder {folder} does not hold Fashion-MNIST: it needs {names} (plain or .gz)"
+            )
         arrays = _download_fashion_mnist(tried=places)
     train, train_labels, test, test_labels = (arrays[name] for name in FASHION_FILES)
     return _Raw(train[:, None], train_labels.astype(np.int64), test[:, None], test_labels.astype(np.int64), 255.0)
@@ -127,9 +129,7 @@ def _split(raw: _Raw, *, seed: int, limits: dict[str, int]) -> dict[str, NDArray
     shares = SPLIT_SHARES if raw.test_images is None else REST_SHARES
     bounds = np.cumsum([0, *(round(share * len(labels)) for share in shares.values())])
     bounds[-1] = len(labels)
-    parts = {
-        part: (images[a:b], labels[a:b]) for part, a, b in zip(shares, bounds[:-1], bounds[1:], strict=True)
-    }
+    parts = {part: (images[a:b], labels[a:b]) for part, a, b in zip(shares, bounds[:-1], bounds[1:], strict=True)}
     if raw.test_images is not None and raw.test_labels is not None:
         parts["test"] = (raw.test_images, raw.test_labels)
     arrays: dict[str, NDArray[Any]] = {}
@@ -159,7 +159,9 @@ def _read_idx(folder: Path, name: str) -> NDArray[np.uint8]:
     assert path is not None
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if hashlib.sha256(content).hexdigest() != FASHION_FILES[name]:
-        raise DataNotFoundError(f"{path} is not Fashion-MNIST's {name} (its sha256 differs): remove it or name another folder")
+        raise DataNotFoundError(
+            f"{path} is not Fashion-MNIST's {name} (its sha256 differs): remove it or name another folder"
+        )
     num_axes = content[3]
     shape = np.frombuffer(content, dtype=">u4", count=num_axes, offset=4).astype(int)
     return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * num_axes).reshape(shape).copy()

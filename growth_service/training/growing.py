@@ -119,7 +119,9 @@ def take_step(
                 branch = new_branch(model, change, stage=decided_after, seed=seed)
                 unused = torch.Generator()
                 taken.receipts.append(
-                    widen(model, site=change.block, units=branch, generator=unused, optimizer=optimizer, check_batch=check)
+                    widen(
+                        model, site=change.block, units=branch, generator=unused, optimizer=optimizer, check_batch=check
+                    )
                 )
             case AddData(share=share):
                 taken.data_share = share

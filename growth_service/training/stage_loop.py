@@ -111,7 +111,7 @@ class StageLoop:
             self.position, self.data_share = DataPosition(), self.schedule.initial.data_share
             self.budget = Budget(total_flops=self.config.budget_flops)
             self.decision: Decision = TrainOn(reason="the schedule begins")
-            self.flops_probe, self.flops_wasted, self.attempt = 0, 0, 0
+            self.flops_probe, self.flops_wasted, self.attempt, self.rate_scale = 0, 0, 0, 1.0
         else:
             self.model = found.model
             self.history = [StageRecord.from_dict(r) for r in found.history]
@@ -119,7 +119,7 @@ class StageLoop:
             self.position, self.data_share = DataPosition(**streams["position"]), streams["data_share"]
             self.budget = Budget(**{k: v for k, v in streams["budget"].items() if k != "free_flops"})
             self.decision = decision_from_dict(self.history[-1].decision)
-            self.flops_probe = streams["flops_probe"]
+            self.flops_probe, self.rate_scale = streams["flops_probe"], streams["rate_scale"]
             self.flops_wasted, self.attempt = streams["flops_wasted"], streams["attempt"]
         self.optimizer = make_optimizer(self.model, self.config.training)
         if found is not None:
@@ -163,17 +163,18 @@ class StageLoop:
             ledger_start, cost = self._jumpboard_losses(old, taken)
             spent += cost
             self._save(f"{stage:03d}-jumpboard", jumpboard=True)
-        before = self._snapshot() if ledger_start else None
+        floor = self._floor(old, ledger_start)
+        before = self._snapshot() if floor is not None else None
         planned = self.planned_batches(stage, already=spent)
         trained_s = -time.perf_counter()
         spent += self._train(stage, planned, spent)
         trained_s += time.perf_counter()
         on_train, cost = self._evaluate("train")
         spent += cost
-        fallback = ledger_start is not None and not on_train.loss <= ledger_start[2]
-        if fallback and before is not None and ledger_start is not None:
+        fallback = floor is not None and not on_train.loss <= floor
+        if fallback and before is not None and floor is not None:
             self._recall(before)
-            on_train = on_train._replace(loss=ledger_start[2])
+            on_train = on_train._replace(loss=floor)
         on_val, cost = self._evaluate("val")
         spent += cost
         if not (math.isfinite(on_train.loss) and math.isfinite(on_val.loss)):
@@ -221,6 +222,7 @@ class StageLoop:
             certificates=[s.to_dict() for s in report.sites] if report else [],
             receipts=[r.to_dict() for r in taken.receipts],
             step=taken.words,
+            fallback=fallback,
             ledger=ledger,
             protocol=report.protocol if report else None,
             digest=digest,
@@ -275,14 +277,22 @@ class StageLoop:
         moved_val, cost_val = self._evaluate("val")
         return (old_train, old_val, moved_train.loss, moved_val.loss), cost + cost_train + cost_val
 
+    @staticmethod
+    def _floor(old: StageRecord | None, start: tuple[float, float, float, float] | None) -> float | None:
+        """Loss on S that the stage must not end above: the jumpboard's, or the old network's."""
+        if start is not None:
+            return start[2]
+        return old.loss_train if old is not None else None
+
     def planned_batches(self, stage: int, *, already: int) -> int:
         """Global batches that fit into the stage, after all else that it will cost."""
         last = stage + 1 >= self.schedule.num_stages
         end = self.cost.forward * len(self.splits.test.targets)
         total = self.budget.total_flops - end
-        target = total if last else total * (stage + 1) // self.schedule.num_stages
+        target: int = total if last else total * (stage + 1) // self.schedule.num_stages
         room = target - self.budget.spent_flops - already - self.overhead_flops(stage)
-        return max(0, room // (self.config.training["batch_size"] * self.cost.train))
+        per_batch: int = self.config.training["batch_size"] * self.cost.train
+        return max(0, room // per_batch)
 
     def overhead_flops(self, stage: int) -> int:
         """What a stage costs besides training and its grow step: evaluations and, where it looks, the probe."""
@@ -302,13 +312,13 @@ class StageLoop:
                 f"training.batch_size {settings['batch_size']} is larger than the {self.subset} training samples in "
                 f"force: use a smaller batch or a data_share above {self.data_share:g}"
             )
-        per_batch = settings["batch_size"] * self.cost.train
+        per_batch: int = settings["batch_size"] * self.cost.train
         self.model.train()
         last_beat = time.monotonic()
         for step in range(num_batches):
             rate = learning_rate(
                 step / num_batches,
-                peak=settings["learning_rate"],
+                peak=settings["learning_rate"] * self.rate_scale,
                 warmup_share=settings["warmup_share"],
                 floor_share=settings["floor_share"],
             )
@@ -386,17 +396,18 @@ class StageLoop:
 
     # -- keeping and giving back ---------------------------------------------------------------
 
-    def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Weights and optimiser state before training, for the fallback rule."""
-        weights = {k: v.clone() for k, v in self.model.state_dict().items()}
-        tensors = store.optimizer_tensors(self.optimizer, self.model)
-        return weights, {k: v.clone() for k, v in tensors.items()}
+    def _snapshot(self) -> dict[str, Tensor]:
+        """Weights before training, for the fallback rule."""
+        return {k: v.clone() for k, v in self.model.state_dict().items()}
 
-    def _recall(self, snapshot: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
-        """Fallback rule: training that ends above the jumpboard on S is undone."""
-        self.model.load_state_dict(snapshot[0])
+    def _recall(self, snapshot: dict[str, Tensor]) -> None:
+        """Fallback rule: training that ends above where it began on S is undone.
+
+        The optimiser failed there, so it starts anew, and further stages train at half the rate.
+        """
+        self.model.load_state_dict(snapshot)
         self.optimizer.state.clear()
-        store.restore_optimizer(self.optimizer, self.model, snapshot[1])
+        self.rate_scale /= 2
 
     def _save(self, name: str, *, jumpboard: bool = False) -> None:
         if self.ranks.is_first:
@@ -411,6 +422,7 @@ class StageLoop:
                         "data_share": self.data_share,
                         "budget": self.budget.to_dict(),
                         "flops_probe": self.flops_probe,
+                        "rate_scale": self.rate_scale,
                         "flops_wasted": self.flops_wasted,
                         "attempt": self.attempt,
                     },

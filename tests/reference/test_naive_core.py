@@ -156,12 +156,16 @@ def test_the_bootstrap_approaches_the_share_of_all_flips(max_resamples):
     assert abs(found.value - exact) < 4 * math.sqrt(exact / max_resamples) + 1 / max_resamples
 
 
-def test_the_bootstrap_stops_at_the_exceedance_that_settles_it():
-    psi_NM = np.random.default_rng(0).standard_normal((12, 3))
+@pytest.mark.parametrize(("seed", "shift"), [(0, 0.0), (8, 0.55)])  # p near 1/2 and near 0.03: first and third block
+def test_the_bootstrap_stops_at_the_exceedance_that_settles_it(seed, shift):
+    psi_NM = np.random.default_rng(seed).standard_normal((12, 3)) + shift
+    signs_BN = signs_of(5, num=1500, n=12)
     found = wild_bootstrap_p_value(psi_NM @ psi_NM.T, max_resamples=10**6, seed=5)
-    wanted = naive.wild_bootstrap_p_value(psi_NM, signs_of(5, num=2000, n=12), enough=ENOUGH_EXCEEDANCES)
+    wanted = naive.wild_bootstrap_p_value(psi_NM, signs_BN, enough=ENOUGH_EXCEEDANCES)
+    settled = round(ENOUGH_EXCEEDANCES / wanted)
+    assert not (np.abs(signs_BN[:settled].sum(axis=1)) == 12).any()  # no tie: see the test of ties
     assert found.value == pytest.approx(wanted, rel=1e-12)
-    assert found.resamples < 2000
+    assert settled <= found.resamples < 1500
 
 
 @pytest.mark.xfail(
