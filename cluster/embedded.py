@@ -2,8 +2,9 @@
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 import ray
 
@@ -39,7 +40,8 @@ def embedded_ray(*, num_cpus: int | None = None) -> Iterator[None]:
         runtime_env={"env_vars": environment},
     )
     try:
-        yield
+        with redirect_stdout(sys.stderr):  # Ray prints its remarks on standard output
+            yield
     finally:
         ray.shutdown()
 

@@ -115,9 +115,16 @@ def probe(
     from growth_service.cli.probe import probe_command
 
     probe_command(
-        model, uri=tracking_uri, storage=storage, tolerance=tolerance, samples=samples, level=level, seed=seed, plot=plot,
+        model,
+        uri=tracking_uri,
+        storage=storage,
+        tolerance=tolerance,
+        samples=samples,
+        level=level,
+        seed=seed,
+        plot=plot,
         as_json=as_json,
-    )  # fmt: skip
+    )
 
 
 def emit_json(value: Any) -> None:

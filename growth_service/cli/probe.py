@@ -63,8 +63,8 @@ def _checkpoint_folder(model: str, *, uri: str | None, storage: Path) -> Path:
     found = next(stage_folders(Path(run.storage) / "stages"), None) if run.storage else None
     if found is None:
         raise UserError(
-            f"run {model!r} is in MLflow, but its checkpoints are not on this machine ({run.storage or 'no folder noted'}): "
-            "run the probe where the study's storage is"
+            f"run {model!r} is in MLflow, but its checkpoints are not on this machine "
+            f"({run.storage or 'no folder noted'}): run the probe where the study's storage is"
         )
     return found
 

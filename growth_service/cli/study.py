@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +82,10 @@ def run_job(job: JobSpec, *, resume: bool = False, observer: Any = None, job_tex
             job_text=job_text or job.model_dump_json(indent=1),
             resumed=resume,
         )
+        ended = time.monotonic()
+        result.machine["cpu_s"] = tree_cpu_seconds()
     before = {"check and data": prepared - started, "start Ray": ray_up - prepared}
-    after = {"wrap up": time.monotonic() - ray_up - sum(result.phases_s.values())}
+    after = {"wrap up": ended - ray_up - sum(result.phases_s.values()), "stop Ray": time.monotonic() - ended}
     result.phases_s.update(before | result.phases_s | after)
     return result
 
@@ -126,7 +128,7 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
         emit_json(result.to_dict())
     else:
         out().print(study_summary(result.trials, result.frontier, result.preference))
-        _print_phases(console, result.phases_s, wall_s=time.monotonic() - started)
+        _print_phases(console, result.phases_s, wall_s=time.monotonic() - started, cpu_s=result.machine["cpu_s"])
         _print_next(out(), job, result)
     for trial in result.failed:
         reason = trial.final.reason if trial.final else "unfinished"
@@ -134,16 +136,22 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
     return 1 if result.failed else 0
 
 
-def _print_phases(console: Console, phases_s: dict[str, float], *, wall_s: float) -> None:
+def _print_phases(console: Console, phases_s: dict[str, float], *, wall_s: float, cpu_s: float) -> None:
     listed = ", ".join(f"{name} {format_seconds(s)}" for name, s in phases_s.items())
     console.print(f"Time: {format_seconds(wall_s)} ({listed})", soft_wrap=True)
-    load = os.getloadavg()[0]
-    times = psutil.Process().cpu_times()
-    spent = times.user + times.system + times.children_user + times.children_system
-    console.print(
-        f"Machine: load {load:.1f} on {os.cpu_count()} cores, {spent:.0f} CPU-seconds in this process and its children",
-        soft_wrap=True,
-    )
+    load, cores = os.getloadavg()[0], os.cpu_count()
+    console.print(f"Machine: {cpu_s:.0f} CPU-seconds in all processes of the study; load {load:.1f} on {cores} cores")
+
+
+def tree_cpu_seconds() -> float:
+    """CPU seconds of this process and all below it, ended ones included where their parent lives."""
+    total = 0.0
+    own = psutil.Process()
+    for process in [own, *own.children(recursive=True)]:
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
 def _print_next(console: Console, job: JobSpec, result: "StudyResult") -> None:

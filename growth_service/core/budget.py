@@ -33,7 +33,9 @@ class Budget:
         Raises:
             UserError: If less than that is free.
         """
-        if not 0 <= flops <= self.free_flops:
+        if flops < 0:
+            raise ValueError(f"cannot reserve {flops} FLOPs: it must be at least 0")
+        if flops > self.free_flops:
             raise UserError(
                 f"cannot reserve {flops} FLOPs: {self.free_flops} of {self.total_flops} are free; "
                 "raise the budget or start fewer trials"

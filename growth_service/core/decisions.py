@@ -5,6 +5,7 @@ A decision is data with a reason in words and numbers; executing it is somebody 
 budget).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, assert_never
 
@@ -137,19 +138,21 @@ def _decide_by_signal(reading: Reading, policy: SignalGuided) -> Decision:
     Source: the table of what depth, width and data could each buy, from the test-risk
     decomposition of Cheng et al. 2026: a gain on training that does not transfer calls for data.
     """
-    tol, found = reading.tolerance_nats, reading.candidates
+    tol = reading.tolerance_nats
+    found = sorted(reading.candidates, key=lambda c: (c.path, c.kind))  # ties do not depend on the order of looking
     if not found:
         return TrainOn(reason="no site was probed")
     more_data = _data_step(reading, policy)
     highest = max(found, key=lambda c: c.gain_upper)
-    if all(c.verdict == "saturated" for c in found):
+    open_ = [c for c in found if c.verdict != "saturated"]
+    if not open_:
         reason = (
             f"saturated: at all {len(found)} candidates the predicted gain is below the tolerance of "
             f"{tol:.3g} nats (largest upper limit {highest.gain_upper:.3g} at {highest.path})"
         )
         return Stop(cause="saturated", reason=reason)
-    leading = max(found, key=lambda c: c.transfer_upper)
-    if leading.transfer_upper < tol:
+    if all(c.transfer_upper < tol for c in open_):
+        leading = max(open_, key=lambda c: c.transfer_upper)
         finding = (
             f"at all {len(found)} candidates what training would learn moves the held-out loss by less than "
             f"the tolerance of {tol:.3g} nats (largest upper limit {leading.transfer_upper:.3g} at {leading.path})"
@@ -157,26 +160,44 @@ def _decide_by_signal(reading: Reading, policy: SignalGuided) -> Decision:
         if more_data is not None:
             return Grow(changes=(more_data,), reason=f"{finding}: more of this data is left, add it")
         return Stop(cause="no_transferable_gain", reason=f"no transferable gain: {finding}")
-    useful = [c for c in found if c.verdict == "useful" and c.kind in policy.axes and c.transfer_gain > 0]
+    useful = [c for c in found if c.verdict == "useful"]
     if useful:
-        best = max(useful, key=lambda c: c.transfer_gain / max(c.added_flops, 1))
-        finding = (
-            f"useful at {best.path}: predicted gain at least {best.gain_lower:.3g} nats > tolerance {tol:.3g}, "
-            f"transferable {best.transfer_gain:.3g}, best per FLOP of {len(useful)} useful candidates"
-        )
-        if more_data is not None and best.realisable < 0.5:
-            reason = f"{finding}, but only {best.realisable:.0%} is realisable with this many samples: add data"
-            return Grow(changes=(more_data,), reason=reason)
-        if best.kind == "depth":
-            step: Change = AddBlock(site=best.path, inner=policy.inner, jumpboard=policy.jumpboard)
-        else:
-            step = AddUnits(block=best.path, units=policy.units)
-        return Grow(changes=(step,), reason=finding)
+        return _grow_useful(useful, policy, more_data, tolerance=tol)
     reason = (
         f"undetermined: no candidate is certain above the tolerance of {tol:.3g} nats (largest lower limit "
         f"{max(c.gain_lower for c in found):.3g}), nor all below it (largest upper limit {highest.gain_upper:.3g})"
     )
     return TrainOn(reason=reason)
+
+
+def _grow_useful(
+    useful: list[CandidateReading], policy: SignalGuided, more_data: AddData | None, *, tolerance: float
+) -> Decision:
+    """Some candidate is certainly useful: data where training could not realise it, else the best per FLOP."""
+    transferable = [c for c in useful if c.transfer_gain > 0]
+    best = max(transferable or useful, key=lambda c: c.transfer_gain / max(c.added_flops, 1))
+    finding = (
+        f"useful at {best.path}: predicted gain at least {best.gain_lower:.3g} nats > tolerance {tolerance:.3g}, "
+        f"transferable {best.transfer_gain:.3g}, best per FLOP of {len(useful)} useful candidates"
+    )
+    if more_data is not None and best.realisable < 0.5:
+        reason = f"{finding}, but only {best.realisable:.0%} is realisable with this many samples: add data"
+        return Grow(changes=(more_data,), reason=reason)
+    allowed = [c for c in transferable if c.kind in policy.axes]
+    if not allowed:
+        why = "training would not move towards it" if not transferable else f"only {', '.join(policy.axes)} may grow"
+        return TrainOn(reason=f"{finding}, but {why}")
+    chosen = max(allowed, key=lambda c: c.transfer_gain / max(c.added_flops, 1))
+    if chosen is not best:
+        finding = (
+            f"useful at {chosen.path}: predicted gain at least {chosen.gain_lower:.3g} nats > tolerance "
+            f"{tolerance:.3g}, transferable {chosen.transfer_gain:.3g}, best per FLOP on the axes that may grow"
+        )
+    if chosen.kind == "depth":
+        return Grow(
+            changes=(AddBlock(site=chosen.path, inner=policy.inner, jumpboard=policy.jumpboard),), reason=finding
+        )
+    return Grow(changes=(AddUnits(block=chosen.path, units=policy.units),), reason=finding)
 
 
 def _data_step(reading: Reading, policy: SignalGuided) -> AddData | None:
@@ -215,7 +236,9 @@ def judge(standing: Standing, finished: list[Standing], *, prune_ratio: float, g
     Returns:
         ``TrainOn`` or ``Stop(cause="pruned")``, each with its numbers.
     """
-    rivals = [s for s in finished if s.flops <= standing.flops]
+    if not math.isfinite(standing.loss_val):
+        return Stop(cause="pruned", reason=f"the validation loss of {standing.trial} is {standing.loss_val}")
+    rivals = [s for s in finished if s.flops <= standing.flops and math.isfinite(s.loss_val)]
     if standing.flops < grace_flops or not rivals:
         return TrainOn(reason=f"nothing finished to compare {standing.trial} with at its compute yet")
     best = min(rivals, key=lambda s: (s.loss_val, s.trial))

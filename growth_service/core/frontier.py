@@ -1,5 +1,6 @@
 """Which schedules are worth their compute: the Pareto frontier of loss against FLOPs."""
 
+import math
 from typing import NamedTuple
 
 
@@ -41,11 +42,11 @@ def prefer(outcomes: list[Outcome], *, noise_share: float = 0.02) -> Preference 
     Returns:
         None where no outcome is finite.
     """
-    unbeaten = frontier(outcomes)
+    unbeaten = frontier([o for o in outcomes if math.isfinite(o.loss)])
     if not unbeaten:
         return None
     best = min(unbeaten, key=lambda o: o.loss)
-    cheap = next(o for o in unbeaten if o.loss <= best.loss * (1 + noise_share))
+    cheap = next(o for o in unbeaten if o.loss <= best.loss + noise_share * abs(best.loss))
     if cheap == best:
         reason = (
             f"it has the lowest validation loss ({best.loss:.4g} nats), and nothing cheaper comes within "

@@ -191,7 +191,15 @@ class TrialRecord:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "TrialRecord":
-        """Inverse of :meth:`to_dict`."""
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: If it was written in another format version.
+        """
+        if data.get("format_version") != FORMAT_VERSION:
+            raise ValueError(
+                f"trial record has format version {data.get('format_version')!r}, this version reads {FORMAT_VERSION}"
+            )
         return cls(
             trial=data["trial"],
             schedule=data["schedule"],

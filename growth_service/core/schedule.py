@@ -89,7 +89,7 @@ class FixedSteps:
 
     def after(self, stage: int) -> tuple[Change, ...]:
         """The changes due after ``stage`` (0 is the first); empty where there are none."""
-        return next((changes for when, changes in self.steps if when == stage), ())
+        return tuple(change for when, changes in self.steps if when == stage for change in changes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,10 +133,14 @@ class GrowthSchedule:
                 listed = [[when, [change_to_dict(c) for c in changes]] for when, changes in steps]
                 policy = {"kind": "fixed", "steps": listed}
             case SignalGuided():
-                policy = {"kind": "signal"} | asdict(self.policy)
+                policy = {"kind": "signal"} | asdict(self.policy) | {"axes": list(self.policy.axes)}
         return {
             "name": self.name,
-            "initial": asdict(self.initial),
+            "initial": {
+                "blocks": list(self.initial.blocks),
+                "hidden": list(self.initial.hidden),
+                "data_share": self.initial.data_share,
+            },
             "policy": policy,
             "num_stages": self.num_stages,
         }

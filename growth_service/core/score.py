@@ -54,6 +54,8 @@ def whitener(sigma_KK: FloatArray, *, ridge: float) -> Whitener:
     """
     sigma_KK = np.asarray(sigma_KK, dtype=np.float64)
     num_features = sigma_KK.shape[0]
+    if num_features == 0:
+        return Whitener(inv_sqrt_KK=np.zeros((0, 0)), ridge_lambda=0.0, rank=0, effective_dimension=0.0)
     lam = ridge * float(np.trace(sigma_KK)) / num_features
     eigen_K, basis_KK = np.linalg.eigh((sigma_KK + sigma_KK.T) / 2)
     eigen_K = np.clip(eigen_K, 0.0, None)
@@ -116,8 +118,9 @@ def pool_inflation(half_a_KK: FloatArray, half_b_KK: FloatArray, *, ridge: float
 
     Whitening with an estimated :math:`\hat\Sigma` multiplies scores by about
     :math:`E\,\mathrm{tr}(\hat\Sigma^{-1}\Sigma)/K > 1`, which is :math:`1 + c/n_{pool}` to first
-    order. Two halves of the pool measure it: whiten with one, look at the other, and half the
-    excess remains for the whole pool. (Derived here, in place of the Gaussian formula
+    order. Two halves of the pool measure it: whiten with one, look at the other, and about half the
+    excess remains for the whole pool: with e the excess of a half, 1 + e / (2 + e), exact for Gaussian
+    features without ridge. (Derived here, in place of the Gaussian formula
     :math:`n/(n-K-1)`, since positions of one image are not independent samples.)
 
     Args:
@@ -135,7 +138,8 @@ def pool_inflation(half_a_KK: FloatArray, half_b_KK: FloatArray, *, ridge: float
             return 1.0
         inverse_KK = w.inv_sqrt_KK @ w.inv_sqrt_KK
         excess.append(float((inverse_KK * other_KK).sum()) / w.effective_dimension - 1.0)
-    return 1.0 + max(0.0, float(np.mean(excess)) / 2.0)
+    half = max(0.0, float(np.mean(excess)))
+    return 1.0 + half / (2.0 + half)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +157,8 @@ def covariance_diagnostic(g_ND: FloatArray) -> Covariance:
     r"""Debiased off-diagonal ratio, effective rank and mean correlation of gradients.
 
     Each squared off-diagonal entry of the sample covariance carries its own sampling variance
-    :math:`V_{ij}/n`, with :math:`V_{ij} = E[g_i^2g_j^2] - C_{ij}^2`; it is subtracted.
+    :math:`V_{ij}/n`, with :math:`V_{ij} = E[g_i^2g_j^2] - C_{ij}^2`; its unbiased estimate is subtracted.
+    Source: Schaefer and Strimmer 2005 (Stat. Appl. Genet. Mol. Biol. 4, 32), appendix A.
 
     Args:
         g_ND: Activation gradients, one row an independent unit. ``[N, D]``, N >= 2.
@@ -165,10 +170,11 @@ def covariance_diagnostic(g_ND: FloatArray) -> Covariance:
     num = g_ND.shape[0]
     cov_DD = centred_ND.T @ centred_ND / (num - 1)
     diag_D = np.diag(cov_DD)
-    if float(diag_D.sum()) <= 0:
+    if float(diag_D.sum()) <= 1e-28 * float(np.square(g_ND).mean()):
         return Covariance(off_diagonal_ratio=0.0, effective_rank=0.0, mean_abs_correlation=0.0)
     squares_ND = np.square(centred_ND)
-    noise_DD = (squares_ND.T @ squares_ND / num - np.square(cov_DD)) / num
+    products_DD = centred_ND.T @ centred_ND
+    noise_DD = num / (num - 1) ** 3 * (squares_ND.T @ squares_ND - np.square(products_DD) / num)
     off = ~np.eye(cov_DD.shape[0], dtype=bool)
     off_sq = max(0.0, float((np.square(cov_DD) - noise_DD)[off].sum()))
     total_sq = off_sq + float(np.square(diag_D).sum())

@@ -25,6 +25,7 @@ UNITS: dict[Dimension, dict[str, float]] = {
 }
 """Accepted units of each dimension, as multiples of its base unit."""
 
+_EXAMPLES: dict[Dimension, str] = {"flops": "20 GFLOP", "seconds": "90 min", "bytes": "64 GiB", "nats": "0.1 nats"}
 _QUANTITY = re.compile(r"^\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z]*)\s*$")
 
 
@@ -43,6 +44,8 @@ def parse_quantity(value: float | str, *, dimension: Dimension) -> float:
             the amount is not a finite positive number.
     """
     units = UNITS[dimension]
+    if isinstance(value, bool):
+        raise UserError(f"{value!r} is not a quantity in {dimension}: write a number and a unit")
     base = next(iter(units))
     allowed = ", ".join(units)
     if isinstance(value, str):
@@ -50,14 +53,17 @@ def parse_quantity(value: float | str, *, dimension: Dimension) -> float:
         if match is None:
             raise UserError(
                 f"{value!r} is not a quantity in {dimension}: write a number and a unit, "
-                f"for example '3 {list(units)[-1]}' (units: {allowed})"
+                f"for example {_EXAMPLES[dimension]!r} (units: {allowed})"
             )
         number, unit = float(match.group(1)), match.group(2) or base
         if unit not in units:
             raise UserError(f"unit {unit!r} in {value!r} is unknown for {dimension}: use one of {allowed}")
         amount = number * units[unit]
     else:
-        amount = float(value)
+        try:
+            amount = float(value)
+        except OverflowError:
+            amount = math.inf
     if not math.isfinite(amount) or amount <= 0:
         raise UserError(f"{value!r} must be a finite amount above zero (in {base} or one of {allowed})")
     return amount
@@ -66,7 +72,7 @@ def parse_quantity(value: float | str, *, dimension: Dimension) -> float:
 def format_flops(flops: float) -> str:
     """Write FLOPs for people, with three digits: ``12.3 GFLOP``."""
     for prefix, factor in sorted(_SI.items(), key=lambda item: -item[1]):
-        if abs(flops) >= factor:
+        if abs(flops) >= 0.9995 * factor:  # 999.9 M is written as 1 G
             return f"{flops / factor:.3g} {prefix}FLOP"
     return f"{flops:.3g} FLOP"
 

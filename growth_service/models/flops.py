@@ -50,7 +50,8 @@ def counted(work: Callable[[], Any]) -> int:
     """FLOPs of the torch operations that ``work`` runs."""
     with FlopCounter() as counter:
         work()
-    return counter.flops
+    total: int = counter.flops
+    return total
 
 
 def flops_per_sample(model: nn.Module, sample: Tensor) -> FlopsPerSample:

@@ -61,14 +61,14 @@ def _trial_cost(
     job: JobSpec, trial: plan.PlannedTrial, data: dict[str, Any], folder: Path, batches: int
 ) -> dict[str, Any]:
     loop = plan.fresh_loop(job, trial, data=data, folder=folder)
-    depth, width, params = size_of(loop.model)
+    depth, width, params = size_of(loop.state.model)
     return {
         "name": trial.name,
         "depth": depth,
         "width": width,
         "params": params,
-        "train_samples": loop.subset,
-        "flops_per_sample": loop.cost.train,
+        "train_samples": loop.state.subset,
+        "flops_per_sample": loop.state.cost.train,
         "first_stage_batches": batches,
         "flops_per_s": _rate(job, loop),
     }
@@ -77,12 +77,14 @@ def _trial_cost(
 def _rate(job: JobSpec, loop: StageLoop) -> float:
     """FLOP per second of training steps on one thread."""
     settings = job.training
-    position = loop.position
+    position = loop.state.position
     took = []
     for _ in range(TIMED_BATCHES):
         started = time.perf_counter()
-        indices, position = next_indices(position, subset=loop.subset, batch_size=settings.batch_size, seed=job.seed)
-        loop.gradients.backward(shards_of(loop.splits.train, indices, num_shards=settings.shards), loss_sum)
-        loop.optimizer.step()
+        indices, position = next_indices(
+            position, subset=loop.state.subset, batch_size=settings.batch_size, seed=job.seed
+        )
+        loop.gradients.backward(shards_of(loop.state.splits.train, indices, num_shards=settings.shards), loss_sum)
+        loop.state.optimizer.step()
         took.append(time.perf_counter() - started)
-    return settings.batch_size * loop.cost.train / sorted(took)[len(took) // 2]
+    return settings.batch_size * loop.state.cost.train / sorted(took)[len(took) // 2]

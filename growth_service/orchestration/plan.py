@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from growth_service.core.budget import Budget
-from growth_service.core.schedule import GrowthSchedule
+from growth_service.core.schedule import GrowthSchedule, SignalGuided
 from growth_service.core.streams import stream_seed
 from growth_service.core.units import format_flops
 from growth_service.errors import UserError
@@ -137,14 +137,20 @@ def check_budgets(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any]
     Raises:
         UserError: If a trial could not train at all in its first stage; says how much it needs.
     """
-    found = {}
+    found: dict[str, int] = {}
+    known: dict[tuple[object, ...], int] = {}
     for trial in trials:
-        loop = fresh_loop(job, trial, data=data, folder=folder)
-        found[trial.name] = loop.planned_batches(0, already=0)
+        # What the first stage costs depends on the initial network and on who looks at what, not on the steps.
+        policy = trial.schedule.policy
+        key = (trial.schedule.initial, policy if isinstance(policy, SignalGuided) else None)
+        if key not in known:
+            loop = fresh_loop(job, trial, data=data, folder=folder)
+            known[key] = loop.planned_batches()
+        found[trial.name] = known[key]
         if found[trial.name] < 1:
             raise UserError(
                 f"schedule {trial.name}: budget.trial {format_flops(job.budget.trial)} over {job.search.stages} stages "
-                f"does not pay for one batch and what a stage costs besides ({format_flops(loop.overhead_flops(0))} for "
-                "evaluations and the probe): raise budget.trial, lower search.stages or probe.samples"
+                "does not pay for one batch beside the evaluations and the probe of a stage: raise budget.trial, lower "
+                "search.stages or probe.samples"
             )
     return found

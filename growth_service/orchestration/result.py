@@ -29,6 +29,8 @@ class StudyResult:
     """Verdicts of the scheduler, one a record."""
     phases_s: dict[str, float] = field(default_factory=dict)
     """Wall seconds of each phase of the run."""
+    machine: dict[str, float] = field(default_factory=dict)
+    """CPU seconds of all processes (``cpu_s``)."""
     resumed: bool = False
 
     @property
@@ -58,5 +60,6 @@ class StudyResult:
             "budget": self.budget.to_dict(),
             "decisions": self.decisions,
             "phases_s": self.phases_s,
+            "machine": self.machine,
             "resumed": self.resumed,
         }

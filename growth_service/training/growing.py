@@ -28,7 +28,7 @@ from growth_service.training.ranks import Ranks
 def candidates(model: nn.Module, policy: SignalGuided, *, stage: int, seed: int) -> list[Candidate]:
     """New blocks at every site and new units in every block, as far as the policy may grow them."""
     found = []
-    if "depth" in policy.axes:
+    if "depth" in policy.axes or "width" not in policy.axes:  # a policy that grows data alone looks at depth
         for site in sites(model):
             block = new_block(model, AddBlock(site=site.path, inner=policy.inner), stage=stage, seed=seed)
             found.append(Candidate(path=site.path, block=block))

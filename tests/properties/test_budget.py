@@ -94,7 +94,7 @@ def test_all_of_a_budget_can_be_reserved_and_then_nothing():
 
 
 def test_a_negative_promise_is_refused():
-    with pytest.raises(UserError, match="cannot reserve -1 FLOPs"):
+    with pytest.raises(ValueError, match="cannot reserve -1 FLOPs"):
         Budget(total_flops=10).reserve(-1)
 
 

@@ -19,9 +19,11 @@ from growth_service.core.certificate import (
     UStatistic,
     candidate_verdict,
     certificate_flops,
+    chaos_tail_bound,
     half_gain_samples,
     network_verdict,
     realisable_share,
+    significance,
     student_quantile,
     transfer,
     u_statistic,
@@ -195,6 +197,11 @@ def test_a_p_value_is_between_one_draw_and_one(psi_NM, num_resamples, seed):
     assert 1 / (num_resamples + 1) <= found <= 1.0
 
 
+def test_unknown_inner_products_are_not_significant():
+    gram_NN = np.full((8, 8), math.nan)
+    assert not wild_bootstrap_p_value(gram_NN, max_resamples=999, seed=0).value < 0.05
+
+
 @given(units(), SEEDS)
 def test_the_same_seed_gives_the_same_p_value(psi_NM, seed):
     gram_NN = psi_NM @ psi_NM.T
@@ -231,6 +238,42 @@ def test_a_signal_of_the_wrong_sign_has_a_large_p_value():
     # Units that cancel: the sum over pairs is as low as it can be.
     gram_NN = -np.ones((8, 8)) + 8 * np.eye(8)
     assert wild_bootstrap_p_value(gram_NN, max_resamples=99, seed=0).value > 0.9
+
+
+# --- the bound that saves sign flips --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("snr", "bound"), [(-3.0, 1.0), (0.0, 1.0), (5.43, 1.0), (2 * math.e, math.exp(-2)), (10 * math.e, math.exp(-10))]
+)
+def test_the_tail_bound_is_exponential_from_two_e_on(snr, bound):
+    assert chaos_tail_bound(snr) == pytest.approx(bound, rel=1e-12)
+
+
+@given(st.floats(-10, 500), st.floats(0, 500))
+def test_a_stronger_signal_never_has_a_larger_bound(snr, more):
+    assert 0 < chaos_tail_bound(snr + more) <= chaos_tail_bound(snr) <= 1.0
+
+
+def test_a_clear_signal_takes_the_bound_and_no_flips():
+    gram_NN = np.ones((60, 60))  # snr sqrt(60 * 59/2) = 42.1
+    found = significance(gram_NN, u_statistic(gram_NN), threshold=1e-3, max_resamples=999, seed=0)
+    assert found == (pytest.approx(math.exp(-math.sqrt(60 * 59 / 2) / math.e), rel=1e-12), 0)
+
+
+def test_a_bound_that_does_not_reach_the_threshold_leaves_it_to_the_flips():
+    gram_NN = np.ones((60, 60))
+    found = significance(gram_NN, u_statistic(gram_NN), threshold=1e-9, max_resamples=999, seed=0)
+    assert found == wild_bootstrap_p_value(gram_NN, max_resamples=999, seed=0)
+
+
+@given(units(), SEEDS)
+def test_a_faint_signal_is_left_to_the_flips(psi_NM, seed):
+    gram_NN = psi_NM @ psi_NM.T
+    stat = u_statistic(gram_NN)
+    if stat.snr < 2 * math.e:
+        found = significance(gram_NN, stat, threshold=0.5, max_resamples=99, seed=seed)
+        assert found == wild_bootstrap_p_value(gram_NN, max_resamples=99, seed=seed)
 
 
 # --- statistical promises -------------------------------------------------------------------------
@@ -330,10 +373,6 @@ def test_the_lower_limit_covers_nearly_as_often_as_it_says(drawn):
     assert np.mean([u.lower_limit(0.05) <= drawn.score for u in drawn.found]) >= 0.93
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="reported: v1 takes H2/(n-1) off, which holds S^2: where S is about n/3 * lmax, the lower limit covers 0.89",
-)
 @pytest.mark.parametrize(("n", "score"), [(32, 10.0), (64, 20.0)])
 def test_the_lower_limit_covers_a_strong_signal_too(n, score):
     found = draws(n, n=n, m=20, score=score, repeats=1000).found

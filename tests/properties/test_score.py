@@ -115,9 +115,6 @@ def test_with_a_ridge_all_directions_are_kept(probe, ridge):
     assert whitener(doubled_KK, ridge=ridge).rank == len(doubled_KK)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ZeroDivisionError, reason="reported: score.whitener divides by the number of features, 0 too"
-)
 def test_no_features_at_all_have_rank_zero():
     assert whitener(np.zeros((0, 0)), ridge=1e-3).rank == 0
 
@@ -341,9 +338,6 @@ def test_covariance_figures_stay_in_their_ranges(g_ND):
     assert 0.0 <= found.mean_abs_correlation <= 1.0 + 1e-12
 
 
-@pytest.mark.xfail(
-    strict=True, reason="reported: score.covariance_diagnostic leaves a ratio of 0.09 where MATH.md 4.7 reports 0.02"
-)
 def test_independent_gradients_are_near_diagonal_even_from_few_samples():
     # 50 samples of 64 independent coordinates: the raw ratio would be about 63/50/(1 + 63/50) = 0.56.
     rng = np.random.default_rng(0)
@@ -376,10 +370,6 @@ def test_gradients_in_one_direction_have_rank_one():
     assert covariance_diagnostic(np.outer(t_N, [1.0, -2.0, 3.0])).effective_rank == pytest.approx(1.0, abs=3e-3)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="reported: score.covariance_diagnostic subtracts negative variances (V/n with mixed n and n-1), rank 0.997 or 0.84",
-)
 @pytest.mark.parametrize("g_ND", [np.outer([1.0, -1.0] * 10, [1.0, 2.0, 3.0]), np.array([[1.0, 2.0], [3.0, 4.0]])])
 def test_the_effective_rank_is_at_least_one(g_ND):
     assert covariance_diagnostic(g_ND).effective_rank >= 1.0 - 1e-12
@@ -401,9 +391,5 @@ def test_equal_gradients_have_rank_zero():
     assert (found.off_diagonal_ratio, found.effective_rank, found.mean_abs_correlation) == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="reported: score.covariance_diagnostic takes the rounding of the mean for a covariance of rank one",
-)
 def test_equal_gradients_have_rank_zero_though_their_mean_is_rounded():
     assert covariance_diagnostic(np.full((10, 3), 0.1)).effective_rank == 0.0

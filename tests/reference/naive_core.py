@@ -123,12 +123,15 @@ def noise_sd(psi_NM) -> float:
 
 
 def v1(psi_NM) -> float:
-    """max(0, Var_i(h_i) - H2/(n-1)) with h_i = mean over j != i of H_ij."""
+    """max(0, Var_i(h_i) - D/(n-1)), h_i = mean over j != i of H_ij, D = mean over i != j of (H_ij - h_i - h_j + T)^2."""
     n = len(psi_NM)
     h_N = [math.fsum(dot(psi_NM[i], psi_NM[j]) for j in range(n) if j != i) / (n - 1) for i in range(n)]
     mean = math.fsum(h_N) / n
     variance = math.fsum((h - mean) ** 2 for h in h_N) / (n - 1)
-    return max(0.0, variance - h2(psi_NM) / (n - 1))
+    degenerate = [
+        (dot(psi_NM[i], psi_NM[j]) - h_N[i] - h_N[j] + mean) ** 2 for i in range(n) for j in range(n) if i != j
+    ]
+    return max(0.0, variance - math.fsum(degenerate) / (n * (n - 1)) / (n - 1))
 
 
 def covariance(psi_NM):

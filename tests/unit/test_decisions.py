@@ -240,10 +240,6 @@ def test_undetermined_candidates_are_trained_on_with_the_limits_that_straddle():
     )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="reported: decisions._decide_by_signal says 'no candidate is certain' of useful ones that it passes over",
-)
 @pytest.mark.parametrize(
     ("found", "axes"),
     [(useful(), ("width",)), (useful(), ("data",)), (useful(transfer_gain=-0.01), ("depth", "width"))],
@@ -252,18 +248,12 @@ def test_the_reason_never_denies_a_useful_candidate(found, axes):
     assert "no candidate is certain" not in decide(reading(found), SignalGuided(axes=axes)).reason
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="reported: the network verdict is no_transferable_gain, yet decide trains on as 'undetermined', "
-    "since the saturated candidate's transfer limit is above the tolerance",
-)
 def test_the_decision_follows_the_network_verdict_where_some_are_saturated():
     found = reading(untransferable(), saturated(transfer_upper=0.011))
     assert network_verdict([c.verdict for c in found.candidates]) == "no_transferable_gain"
     assert isinstance(decide(found, SIGNAL), Stop)
 
 
-@pytest.mark.xfail(strict=True, reason="reported: max() skips a NaN limit unless it comes first, and a stop follows")
 def test_an_unknown_transfer_limit_never_stops_a_trial():
     assert not isinstance(decide(reading(untransferable(), candidate(transfer_upper=math.nan)), SIGNAL), Stop)
 
@@ -339,7 +329,6 @@ def test_the_decision_does_not_depend_on_the_order_of_candidates(found, toleranc
     assert decide(replace(before, candidates=tuple(shuffled)), SIGNAL) == decide(before, SIGNAL)
 
 
-@pytest.mark.xfail(strict=True, reason="reported: ties in gain per FLOP go to the candidate that is listed first")
 def test_ties_between_candidates_do_not_depend_on_their_order():
     one, other = useful(path="a"), useful(path="b")
     assert decide(reading(one, other), SIGNAL) == decide(reading(other, one), SIGNAL)
@@ -451,9 +440,6 @@ def test_ties_between_rivals_go_to_the_first_name():
     assert "of a at" in judged([rival(900, 0.1, "b"), rival(900, 0.1, "a")]).reason
 
 
-@pytest.mark.xfail(
-    strict=True, reason="reported: decisions.judge lets one NaN loss of a finished trial hide all rivals"
-)
 def test_a_finished_trial_without_a_loss_hides_no_rival():
     for finished in (
         [rival(900, math.nan, "x"), rival(900, 0.1, "y")],

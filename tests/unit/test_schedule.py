@@ -85,7 +85,6 @@ def test_equal_schedules_have_equal_hashes(schedule):
     assert len({schedule, GrowthSchedule.from_dict(through_json(schedule.to_dict()))}) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="reported: schedule.GrowthSchedule.to_dict holds tuples, JSON gives lists back")
 def test_the_dict_of_a_schedule_is_plain_json():
     schedule = GrowthSchedule(
         name="s", initial=InitialSize(blocks=(1,), hidden=(8,)), policy=SignalGuided(), num_stages=2
@@ -131,9 +130,6 @@ def test_fixed_steps_without_a_step_grow_nothing():
     assert FixedSteps().after(0) == ()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="reported: schedule.FixedSteps.after drops all but the first entry of a stage, silently"
-)
 def test_two_entries_for_one_stage_are_both_due_or_refused():
     deeper, more = AddBlock(site="stem"), AddData(share=1.0)
     try:

@@ -57,7 +57,7 @@ def test_an_amount_must_be_finite_and_above_zero(value):
     "text", ["", "PFLOP", "nan", "inf", "three PFLOP", "3,5 PFLOP", "3 P FLOP", "1 h 30 min", "1e", "1_0"]
 )
 def test_a_text_that_is_no_quantity_is_refused_with_an_example(text):
-    known = r"(is not a quantity in flops: write a number and a unit, for example '3 \w+'|is unknown for flops)"
+    known = r"(is not a quantity in flops: write a number and a unit, for example '20 GFLOP'|is unknown for flops)"
     with pytest.raises(UserError, match=known):
         parse_quantity(text, dimension="flops")
 
@@ -83,9 +83,6 @@ def test_a_bad_quantity_ends_the_command_line_with_exit_code_2():
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.xfail(
-    strict=True, raises=OverflowError, reason="reported: units.parse_quantity(10**400) overflows in float()"
-)
 def test_an_integer_beyond_all_floats_is_the_users_error():
     with pytest.raises(UserError, match="finite amount above zero"):
         parse_quantity(10**400, dimension="flops")
@@ -133,10 +130,6 @@ def test_flops_are_written_with_the_largest_prefix_that_fits(flops, text):
     assert format_flops(flops) == text
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="reported: units.format_flops(999_999_999) is '1e+03 MFLOP', for the prefix is chosen before rounding",
-)
 @pytest.mark.parametrize(("flops", "text"), [(999_999_999, "1 GFLOP"), (999.6, "1 kFLOP")])
 def test_flops_that_round_up_to_the_next_prefix_take_it(flops, text):
     assert format_flops(flops) == text

@@ -1,0 +1,164 @@
+"""A live trial: network, optimiser, data position, account, records - and how it is kept.
+
+Everything here is either in a checkpoint or follows from one: a trial that is killed at any
+moment stands again where its newest complete checkpoint says.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn, optim
+
+from growth_service.core.budget import Budget
+from growth_service.core.decisions import Decision, TrainOn, decision_from_dict
+from growth_service.core.records import FinalRecord, StageRecord
+from growth_service.models import build
+from growth_service.models.flops import FlopsPerSample, flops_per_sample
+from growth_service.training import checkpoint as store
+from growth_service.training.batches import DataPosition
+from growth_service.training.config import TrialConfig
+from growth_service.training.data import Splits, open_splits, subset_size
+from growth_service.training.optimizer import make_optimizer
+from growth_service.training.ranks import Ranks
+
+
+class TrialState:
+    """What changes while a trial runs, on one rank."""
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    cost: FlopsPerSample
+    """Of the present network, per sample."""
+
+    def __init__(self, config: TrialConfig, *, ranks: Ranks) -> None:
+        self.config, self.ranks = config, ranks
+        self.folder = Path(config.folder)
+        self.splits: Splits = open_splits(Path(config.data))
+        self.restore()
+        self._count_lost_work()
+
+    def restore(self) -> None:
+        """Stand where the newest undamaged checkpoint says, else at the beginning."""
+        found = store.newest(self.folder / "stages")
+        if found is None:
+            base = self.config.base
+            self.model = build(base["spec"], seed=base["seed"])
+            self.history: list[StageRecord] = []
+            self.position = DataPosition()
+            self.data_share = self.config.growth_schedule().initial.data_share
+            self.budget = Budget(total_flops=self.config.budget_flops)
+            self.decision: Decision = TrainOn(reason="the schedule begins")
+            self.flops_probe, self.flops_wasted, self.attempt, self.rate_scale = 0, 0, 0, 1.0
+        else:
+            streams = found.streams
+            self.model = found.model
+            self.history = [StageRecord.from_dict(r) for r in found.history]
+            self.position, self.data_share = DataPosition(**streams["position"]), streams["data_share"]
+            self.budget = Budget(**{k: v for k, v in streams["budget"].items() if k != "free_flops"})
+            self.decision = decision_from_dict(self.history[-1].decision)
+            self.flops_probe, self.rate_scale = streams["flops_probe"], streams["rate_scale"]
+            self.flops_wasted, self.attempt = streams["flops_wasted"], streams["attempt"]
+        self.optimizer = make_optimizer(self.model, self.config.training)
+        if found is not None:
+            store.restore_optimizer(self.optimizer, self.model, found.optimizer_state)
+        self.count_cost()
+
+    def count_cost(self) -> None:
+        """Count the FLOPs per sample anew; due after each change of the network."""
+        self.model.train()
+        self.cost = flops_per_sample(self.model, self.splits.train.inputs[:1])
+
+    @property
+    def stage(self) -> int:
+        """Number of the stage that comes next."""
+        return len(self.history)
+
+    @property
+    def last(self) -> StageRecord | None:
+        """Record of the stage before."""
+        return self.history[-1] if self.history else None
+
+    @property
+    def subset(self) -> int:
+        """Training samples in force."""
+        return subset_size(len(self.splits.train.targets), self.data_share)
+
+    def spend(self, flops: int) -> None:
+        """Take FLOPs out of the trial's account."""
+        self.budget = self.budget.reserve(flops).settle(reserved=flops, spent=flops)
+
+    # -- the fallback rule -----------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Weights before training."""
+        return {k: v.clone() for k, v in self.model.state_dict().items()}
+
+    def fall_back(self, snapshot: dict[str, Tensor]) -> None:
+        """Undo training that ended above where it began on the training subset.
+
+        The optimiser failed there, so it starts anew, and further stages train at half the rate.
+        """
+        self.model.load_state_dict(snapshot)
+        self.optimizer.state.clear()
+        self.rate_scale /= 2
+
+    # -- keeping -----------------------------------------------------------------------------------
+
+    def save(self, name: str, *, jumpboard: bool = False) -> None:
+        """Write a checkpoint; rank 0 writes, all wait."""
+        if self.ranks.is_first:
+            store.save_checkpoint(
+                self.folder / "stages" / name,
+                store.Checkpoint(
+                    model=self.model,
+                    base=self.config.base,
+                    optimizer_state={} if jumpboard else store.optimizer_tensors(self.optimizer, self.model),
+                    streams={
+                        "position": asdict(self.position),
+                        "data_share": self.data_share,
+                        "budget": self.budget.to_dict(),
+                        "flops_probe": self.flops_probe,
+                        "flops_wasted": self.flops_wasted,
+                        "attempt": self.attempt,
+                        "rate_scale": self.rate_scale,
+                    },
+                    history=[r.to_dict() for r in self.history],
+                ),
+            )
+        self.ranks.barrier()
+
+    def write_config(self) -> None:
+        """Keep the trial's input beside its checkpoints, for whoever probes them later."""
+        self._write("trial.json", self.config.to_dict())
+
+    def beat(self, flops: int) -> None:
+        """Say how far the stage is, so that a kill now can be accounted for."""
+        self._write("progress.json", {"stage": self.stage, "flops": flops})
+
+    def write_final(self, final: FinalRecord) -> None:
+        """Keep the trial's last word; all ranks wait for it."""
+        self._write("final.json", final.to_dict())
+        self.ranks.barrier()
+
+    def _write(self, name: str, value: dict[str, Any]) -> None:
+        if self.ranks.is_first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial = self.folder / f".{name}.partial"
+            partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
+            partial.rename(self.folder / name)
+
+    def _count_lost_work(self) -> None:
+        """Work on a stage that was never finished is wasted, outside the budget."""
+        lost: dict[str, Any] = {}
+        beat = self.folder / "progress.json"
+        if self.ranks.is_first and beat.is_file():
+            try:
+                lost = json.loads(beat.read_text(encoding="utf-8"))
+            except ValueError:
+                lost = {}
+        lost = self.ranks.broadcast(lost)
+        if lost.get("stage") == self.stage:
+            self.flops_wasted += int(lost["flops"])
+            self.attempt += 1
