@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.multiprocessing import spawn
 
 from growth_service.core.decisions import Decision
-from growth_service.core.schedule import AddBlock, AddData, AddUnits, FixedSteps, GrowthSchedule, InitialSize, Policy
+from growth_service.core.schedule import (
+    AddBlock,
+    AddData,
+    AddUnits,
+    FixedSteps,
+    GrowthSchedule,
+    InitialSize,
+    Policy,
+    SignalGuided,
+)
 from growth_service.models import Family, build
 from growth_service.training.config import TrialConfig
 from growth_service.training.datasets import prepare
@@ -182,7 +191,7 @@ def assert_untouched(model: nn.Module, before: dict[str, Any]) -> None:
     """Compare with an earlier :func:`fingerprint`."""
     after = fingerprint(model)
     for name, wanted in before.items():
-        assert same(after[name], wanted), f"{name} changed from {wanted} to {after[name]}"
+        assert same(after[name], wanted), f"{name} changed"
 
 
 def same(a: Any, b: Any) -> bool:
@@ -205,11 +214,20 @@ def prepared_digits(target: Path, *, limits: dict[str, int] | None = None) -> st
 
 GROWS_ALL = FixedSteps(
     steps=(
-        (0, (AddBlock(site="groups.0.blocks.0", inner="copy", jumpboard=True), AddData(share=1.0))),
-        (1, (AddUnits(block="groups.1.blocks.0.branch", units=4), AddBlock(site="groups.1.blocks.0"))),
+        (0, (AddBlock(site="groups.0.blocks.0", inner="copy", jumpboard=True),)),
+        (
+            1,
+            (
+                AddUnits(block="groups.1.blocks.0.branch", units=4),
+                AddBlock(site="groups.1.blocks.0"),
+                AddData(share=1.0),
+            ),
+        ),
     )
 )
 """Depth, width and data grow, with and without a jumpboard step."""
+BY_SIGNAL = SignalGuided(units=4, tolerance_nats=0.05, inner="copy")
+"""Certificates decide; on the small trial they find at least one useful block."""
 
 
 def trial_config(
@@ -219,13 +237,13 @@ def trial_config(
     policy: Policy = GROWS_ALL,
     data_share: float = 0.5,
     num_stages: int = 3,
-    budget_flops: int = 3_000_000_000,
+    budget_flops: int = 2_000_000_000,
     seed: int = 0,
     base_seed: int = 5,
     probe: dict[str, Any] | None = None,
     **training: Any,
 ) -> TrialConfig:
-    """A trial on the digits that takes about a second: 3 stages, about 60 batches of 32."""
+    """A trial on the digits that takes about a second: 3 stages, about 30 batches of 32."""
     schedule = GrowthSchedule(
         name="small", initial=InitialSize(blocks=(1, 1), hidden=(8, 8), data_share=data_share), policy=policy,
         num_stages=num_stages,

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from dashboards.terminal import study_summary
-from growth_service.core.frontier import frontier, prefer
-from growth_service.orchestration.result import outcomes
+from growth_service.core.frontier import frontier, outcomes, prefer
 from growth_service.tracking.mlflow_reader import read_study
 
 

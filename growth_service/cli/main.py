@@ -150,21 +150,20 @@ def main() -> None:
 def guarded(action: Callable[[], Any]) -> int:
     """Run an action; returns the exit code of the contract (0 done, 1 failed, 2 wrong input, 130 interrupted)."""
     try:
-        action()
+        code = action()  # typer returns the code of an exit, and 130 for an interruption
     except GrowthError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    except typer.Exit as exit_:
-        return exit_.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("interrupted: finished stages are kept; go on with the same command and --resume\n")
-        return 130
-    except SystemExit as exit_:
-        return exit_.code if isinstance(exit_.code, int) else 1
     except _UsageError as error:
         error.show()
         return 2
-    return 0
+    except SystemExit as exit_:
+        code = exit_.code
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    if code == 130:
+        sys.stderr.write("interrupted: finished stages are kept; go on with the same command and --resume\n")
+    return code if isinstance(code, int) else int(code is not None)
 
 
 def _finite(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -117,6 +118,7 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
     from growth_service.cli.main import emit_json, err, out
 
     started = time.monotonic()
+    _stop_on_signals()
     job = load_job(path, overrides=overrides)
     console = err()
     view = LiveView(console, budget_flops=job.budget.trial, num_stages=job.search.stages)
@@ -134,6 +136,16 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
         reason = trial.final.reason if trial.final else "unfinished"
         console.print(f"trial {trial.trial} failed: {reason}", style="red", soft_wrap=True)
     return 1 if result.failed else 0
+
+
+def _stop_on_signals() -> None:
+    """Let Ctrl+C and SIGTERM end the study in order, also where a parent shell had SIGINT ignored."""
+
+    def interrupt(_signum: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
 
 
 def _print_phases(console: Console, phases_s: dict[str, float], *, wall_s: float, cpu_s: float) -> None:

@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+from growth_service.core.records import TrialRecord
+
 
 class Outcome(NamedTuple):
     """One trial as a point: compute spent and loss reached (both: less is better)."""
@@ -12,7 +14,20 @@ class Outcome(NamedTuple):
     loss: float
 
 
-def frontier(outcomes: list[Outcome]) -> list[Outcome]:
+def outcomes(trials: list[TrialRecord]) -> list[Outcome]:
+    """Total compute and last validation loss of each trial; failed ones and those without a stage are left out."""
+    return [
+        Outcome(
+            trial=t.trial,
+            flops=float(t.final.flops_total if t.final is not None else t.stages[-1].flops_total),
+            loss=t.stages[-1].loss_val,
+        )
+        for t in trials
+        if t.stages and not (t.final is not None and t.final.cause == "failed")
+    ]
+
+
+def frontier(found: list[Outcome]) -> list[Outcome]:
     """The outcomes that no other beats on one axis without being worse on the other.
 
     Ties stay: two trials with equal compute and loss are both on the frontier.
@@ -20,7 +35,7 @@ def frontier(outcomes: list[Outcome]) -> list[Outcome]:
     Returns:
         Sorted by compute; empty for an empty list. Outcomes with NaN are never on it.
     """
-    finite = [o for o in outcomes if o.flops == o.flops and o.loss == o.loss]
+    finite = [o for o in found if o.flops == o.flops and o.loss == o.loss]
     kept = [
         o
         for o in finite
@@ -36,13 +51,13 @@ class Preference(NamedTuple):
     reason: str
 
 
-def prefer(outcomes: list[Outcome], *, noise_share: float = 0.02) -> Preference | None:
+def prefer(found: list[Outcome], *, noise_share: float = 0.02) -> Preference | None:
     """The cheapest schedule whose loss is within ``noise_share`` of the best one.
 
     Returns:
         None where no outcome is finite.
     """
-    unbeaten = frontier([o for o in outcomes if math.isfinite(o.loss)])
+    unbeaten = frontier([o for o in found if math.isfinite(o.loss)])
     if not unbeaten:
         return None
     best = min(unbeaten, key=lambda o: o.loss)

@@ -4,17 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from growth_service.core.budget import Budget
-from growth_service.core.frontier import Outcome, Preference, frontier, prefer
+from growth_service.core.frontier import Outcome, Preference, frontier, outcomes, prefer
 from growth_service.core.records import TrialRecord
-
-
-def outcomes(trials: list[TrialRecord]) -> list[Outcome]:
-    """Compute and validation loss of each trial that ended well."""
-    return [
-        Outcome(t.trial, float(t.final.flops_total), t.final.loss_val)
-        for t in trials
-        if t.final is not None and t.final.cause != "failed"
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)

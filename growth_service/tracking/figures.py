@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from growth_service.core.frontier import Outcome, frontier
+from growth_service.core.frontier import frontier, outcomes
 from growth_service.core.records import TrialRecord
 from growth_service.core.units import format_flops
 from growth_service.tracking.placing import Box, Name, elided, place_names
@@ -113,12 +113,7 @@ def frontier_points(trials: list[TrialRecord]) -> list[FrontierPoint]:
 
     Failed trials are drawn but never unbeaten; trials that still run count with their last stage.
     """
-    ends = [
-        Outcome(trial=t.trial, flops=float(t.stages[-1].flops_total), loss=_number(t.stages[-1].loss_val))
-        for t in trials
-        if t.stages and not (t.final is not None and t.final.cause == "failed")
-    ]
-    unbeaten = {o.trial for o in frontier(ends)}
+    unbeaten = {o.trial for o in frontier(outcomes(trials))}
     return [
         FrontierPoint(
             trial=t.trial,

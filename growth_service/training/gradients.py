@@ -6,7 +6,6 @@ ranks give equal bits.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,8 +67,8 @@ class ShardedGradients:
                 parameter.grad = tree_sum([grads[parameter] for grads in self._stash])
         return losses / max(seen, 1)
 
-    def _gather_and_sum(self, _state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Communication hook: this rank's shards in tree order, then all ranks in tree order."""
+    def _gather_and_sum(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        """Communication hook (torch checks its annotations): this rank's shards, then all ranks, in tree order."""
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             gradient.copy_(tree_sum([*(grads[parameter] for grads in self._stash), gradient]))
         buffer = bucket.buffer()

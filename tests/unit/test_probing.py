@@ -137,8 +137,9 @@ def test_a_jumpboard_that_fails_in_the_middle_leaves_the_network_bit_identical()
 
 def test_a_probe_leaves_the_candidate_block_as_it_was():
     block = block_from_config({"type": "mlp", "width": 6, "hidden": 4}, generator=generator(4))
+    model = VectorNet()
     before = fingerprint(block)
-    run(VectorNet(), sites=["stem"], blocks={"stem": block})
+    run(model, sites=["stem"], blocks={"stem": block})
     assert_untouched(block, before)
 
 
@@ -349,6 +350,7 @@ def test_a_module_that_runs_twice_is_refused_or_scored_over_both_of_its_uses():
         def __init__(self):
             super().__init__()
             self.mid = nn.Linear(6, 6)
+            self._draw(seed=0)
 
         def top(self, z):
             return super().top(self.mid(torch.tanh(self.mid(z))))

@@ -1,0 +1,219 @@
+import json
+
+import pytest
+
+from growth_service.core.records import FinalRecord
+from growth_service.errors import UserError
+from growth_service.orchestration import plan, resources, storage
+from growth_service.orchestration.live import LiveStudy
+from growth_service.orchestration.searcher import WaveSuggester
+from growth_service.tracking.memory import MemoryTracker
+from growth_service.training.datasets import prepare
+from tests.factories import stage_record
+from tests.jobs import small_job
+
+SUGGEST = {"space": "joint_space", "trials": 5, "seed": 3}
+
+
+class Seen:
+    def __init__(self):
+        self.started, self.stages, self.ended = [], [], []
+
+    def trial_started(self, trial):
+        self.started.append(trial)
+
+    def stage_done(self, record):
+        self.stages.append((record.trial, record.stage))
+
+    def trial_done(self, record):
+        self.ended.append(record.trial)
+
+
+class Study:
+    """A live study without Ray, fed by hand."""
+
+    def __init__(self, job, *, resume=False):
+        self.folder = storage.open_study(job, resume=resume)
+        data = prepare("digits", folder=None, seed=0, target=self.folder.data)
+        self.verdicts, self.seen = [], Seen()
+        tracker = MemoryTracker()
+        tracker.open_study(self.folder.name, job={}, job_text="")
+        self.live = LiveStudy(
+            job,
+            folder=self.folder,
+            data=data,
+            listed=plan.planned_trials(job),
+            suggester=WaveSuggester(job, wave_size=2) if job.search.suggest else None,
+            budget=plan.study_budget(job),
+            wave_size=2,
+            tracker=tracker,
+            observer=self.seen,
+            post=self.verdicts.append,
+            board="none",
+        )
+
+    def finish(self, trial, *, loss=0.5, flops=1000):
+        record = stage_record(trial=trial, stage=0, flops_total=flops, loss_val=loss)
+        self.live.hear_stage(record)
+        self.live.hear_final(end_of(trial, loss=loss, flops=flops))
+
+
+def end_of(trial, *, loss=0.5, flops=1000):
+    return FinalRecord(
+        trial=trial, cause="schedule", reason="all stages are trained", num_stages=1, loss_val=loss, accuracy_val=0.9,
+        loss_test=loss, accuracy_test=0.9, flops_total=flops, budget={},
+    )  # fmt: skip
+
+
+def test_listed_trials_start_in_their_order(tmp_path):
+    study = Study(small_job(tmp_path))
+    names = [study.live.next_trial()[0] for _ in range(3)]
+    assert names == ["scratch", "joint", "late"]
+    assert study.live.next_trial() is None
+    assert study.live.all_started
+
+
+def test_a_repeated_record_is_heard_once_and_answered_again(tmp_path):
+    study = Study(small_job(tmp_path))
+    study.live.next_trial()
+    record = stage_record(trial="scratch", stage=0)
+    study.live.hear_stage(record)
+    study.live.hear_stage(record)
+    assert study.seen.stages == [("scratch", 0)]
+    assert [v.stage for v in study.verdicts] == [0, 0]
+    assert study.verdicts[0].decision == study.verdicts[1].decision
+
+
+def test_the_budget_of_the_study_balances_at_every_moment(tmp_path):
+    study = Study(small_job(tmp_path))
+    total = study.live.budget.total_flops
+
+    def balanced():
+        b = study.live.budget
+        return b.spent_flops + b.reserved_flops + b.free_flops == total
+
+    for name in ("scratch", "joint", "late"):
+        study.live.next_trial()
+        assert balanced()
+        study.finish(name, flops=123)
+        assert balanced()
+    assert study.live.budget.spent_flops == 369
+    assert study.live.budget.reserved_flops == 0
+
+
+def test_a_study_that_runs_out_of_budget_starts_no_further_trial(tmp_path):
+    study = Study(small_job(tmp_path, budget__study="13 GFLOP"))
+    assert study.live.next_trial() is not None
+    assert study.live.next_trial() is not None
+    assert study.live.next_trial() is None
+    assert study.live.all_started
+
+
+def test_a_failed_trial_ends_with_its_reason_and_the_others_go_on(tmp_path):
+    study = Study(small_job(tmp_path))
+    study.live.next_trial()
+    study.live.next_trial()
+    study.live.hear_failure("scratch", "out of memory")
+    study.finish("joint")
+    assert study.live.done["scratch"].final.cause == "failed"
+    assert study.live.done["scratch"].final.reason == "out of memory"
+    assert study.live.done["joint"].final.cause == "schedule"
+
+
+def test_suggestions_wait_for_whole_waves_and_do_not_depend_on_arrival(tmp_path):
+    def run(order, folder):
+        job = small_job(folder, search__suggest=SUGGEST)
+        study = Study(job)
+        for name in ("scratch", "joint", "late"):
+            study.live.next_trial()
+            study.finish(name)
+        for wave in ((3, 4), (5, 6)):
+            names = [study.live.next_trial()[0] for _ in wave]
+            assert study.live.next_trial() is None
+            assert not study.live.all_started
+            for i in order:
+                study.finish(names[i], loss=0.1 * wave[i])
+        return [e["arguments"] for e in study.folder.journal()]
+
+    assert run((0, 1), tmp_path / "one") == run((1, 0), tmp_path / "two")
+
+
+def test_a_resumed_study_asks_the_sampler_the_same_and_keeps_its_journal(tmp_path):
+    job = small_job(tmp_path, search__suggest=SUGGEST)
+    first = Study(job)
+    for name in ("scratch", "joint", "late"):
+        first.live.next_trial()
+        first.finish(name)
+        keep(first, name)
+    for _ in range(2):
+        name, _ = first.live.next_trial()
+        first.finish(name, loss=0.4)
+        keep(first, name, loss=0.4)
+    third, config = first.live.next_trial()
+    before = first.folder.journal()
+
+    again = Study(job, resume=True)
+    name, found = again.live.next_trial()
+    assert (name, found["trial"]["schedule"]) == (third, config["trial"]["schedule"])
+    assert again.folder.journal() == before
+    assert set(again.live.done) == set(first.live.done)
+
+
+def keep(study, trial, *, loss=0.5):
+    """Leave in the trial's folder what its workers would have left."""
+    folder = study.folder.trials / trial
+    stage = folder / "stages" / "000"
+    stage.mkdir(parents=True)
+    (stage / "history.json").write_text(json.dumps([study.live.stages[trial][0].to_dict()]))
+    (folder / "final.json").write_text(json.dumps(end_of(trial, loss=loss).to_dict()))
+
+
+def test_a_finished_study_gets_a_new_folder_and_an_unfinished_one_is_refused(tmp_path):
+    job = small_job(tmp_path)
+    folder = storage.open_study(job, resume=False)
+    with pytest.raises(UserError, match="study 'small'.*is unfinished: go on with --resume"):
+        storage.open_study(job, resume=False)
+    folder.write_state(status="finished")
+    assert storage.open_study(job, resume=False).name == "small-2"
+
+
+def test_resuming_needs_an_unfinished_study_of_the_same_job(tmp_path):
+    with pytest.raises(UserError, match="there is no study 'small'.*run it without --resume"):
+        storage.open_study(small_job(tmp_path), resume=True)
+    storage.open_study(small_job(tmp_path), resume=False)
+    with pytest.raises(UserError, match="was started with another job"):
+        storage.open_study(small_job(tmp_path, budget__trial="7 GFLOP"), resume=True)
+
+
+def test_resuming_continues_the_newest_unfinished_study(tmp_path):
+    job = small_job(tmp_path)
+    storage.open_study(job, resume=False).write_state(status="finished")
+    second = storage.open_study(job, resume=False)
+    assert storage.open_study(job, resume=True).path == second.path
+
+
+def test_a_trial_that_can_never_fit_is_refused_with_the_numbers(tmp_path):
+    job = small_job(tmp_path, resources__workers=4)
+    with pytest.raises(UserError, match=r"needs 4 CPUs.*but there are 2"):
+        resources.check_resources(job, cpus=2)
+    assert resources.concurrent(small_job(tmp_path, resources__workers=2), cpus=2) == 1
+
+
+def test_a_budget_below_one_batch_is_refused_before_anything_starts(tmp_path):
+    job = small_job(tmp_path, budget__trial="100 MFLOP")
+    data = prepare("digits", folder=None, seed=0, target=tmp_path / "data")
+    with pytest.raises(UserError, match=r"schedule scratch: budget\.trial 100 MFLOP over 3 stages does not pay"):
+        plan.check_budgets(job, plan.planned_trials(job), data, folder=tmp_path)
+
+
+def test_a_study_budget_below_one_trial_is_refused(tmp_path):
+    with pytest.raises(UserError, match="not one trial could run"):
+        plan.study_budget(small_job(tmp_path, budget__study="1 GFLOP"))
+
+
+def test_networks_that_do_not_fit_together_are_refused_with_the_schedule(tmp_path):
+    entry = {"use": "scratch", "name": "odd", "blocks": [1], "hidden": [8, 8]}
+    job = small_job(tmp_path, search__schedules=[entry])
+    data = prepare("digits", folder=None, seed=0, target=tmp_path / "data")
+    with pytest.raises(UserError, match=r"schedule odd: .*must have 2 entries each"):
+        plan.check_networks(job, plan.planned_trials(job), data)
