@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing import spawn
+from torch.multiprocessing import get_context, start_processes
 
 from growth_service.core.decisions import Decision
 from growth_service.core.schedule import (
@@ -287,11 +287,13 @@ def run_on_ranks(fn: Callable[[int], None], *, world_size: int, tmp_path: Path) 
     """Run ``fn(rank)`` in that many processes of one group; an exception in any of them comes out here.
 
     Rendezvous is by file, so no port is hunted. ``fn`` must be found by import: a function of a module,
-    or a ``functools.partial`` of one.
+    or a ``functools.partial`` of one. Processes are forked from a fresh server that has imported torch
+    once and run nothing: clean as spawned ones, without six imports of four seconds each.
     """
     store = tmp_path / f"rendezvous-{world_size}"
     store.unlink(missing_ok=True)
-    spawn(_on_rank, args=(fn, world_size, store.as_uri()), nprocs=world_size)
+    get_context("forkserver").set_forkserver_preload(["torch._dynamo", "growth_service.training.stage_loop"])
+    start_processes(_on_rank, args=(fn, world_size, store.as_uri()), nprocs=world_size, start_method="forkserver")
 
 
 def _on_rank(rank: int, fn: Callable[[int], None], world_size: int, store: str) -> None:

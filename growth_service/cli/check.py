@@ -8,13 +8,13 @@ import yaml
 from rich import box
 from rich.table import Table
 
+from growth_service.cli.console import emit_json, out
 from growth_service.core.units import format_flops, format_seconds
 from growth_service.spec import JobSpec, load_job
 
 
 def check_command(path: Path, *, overrides: list[str], as_json: bool) -> None:
     """Validate, cost, print."""
-    from growth_service.cli.main import emit_json, out
     from growth_service.cli.study import check_light
 
     job = load_job(path, overrides=overrides)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from dashboards.terminal import study_summary
+from growth_service.cli.console import emit_json, err, out
 from growth_service.core.frontier import frontier, outcomes, prefer
 from growth_service.tracking.mlflow_reader import read_study
 
@@ -11,7 +12,6 @@ def compare_command(
     study: str | None, *, uri: str | None, storage: Path, experiment: str | None, as_json: bool
 ) -> None:
     """Read a study and print it as a table or as JSON."""
-    from growth_service.cli.main import emit_json, err, out
     from growth_service.cli.study import default_uri
 
     found = read_study(uri or default_uri(storage), experiment=experiment, study=study)

@@ -1,13 +1,11 @@
 """``growth``: one program, one verb a task."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from growth_service.errors import GrowthError
 
@@ -127,21 +125,6 @@ def probe(
     )
 
 
-def emit_json(value: Any) -> None:
-    """The one JSON document of ``--json``; non-finite figures are null."""
-    sys.stdout.write(json.dumps(_finite(value), indent=1) + "\n")
-
-
-def out() -> Console:
-    """Console of results, wide enough for tables when it is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 150, highlight=False)
-
-
-def err() -> Console:
-    """Console of progress and errors."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 150, highlight=False)
-
-
 def main() -> None:
     """Entry point: errors become one message and an exit code, never a traceback."""
     sys.exit(guarded(lambda: app(standalone_mode=False)))
@@ -164,16 +147,6 @@ def guarded(action: Callable[[], Any]) -> int:
     if code == 130:
         sys.stderr.write("interrupted: finished stages are kept; go on with the same command and --resume\n")
     return code if isinstance(code, int) else int(code is not None)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value
 
 
 if __name__ == "__main__":

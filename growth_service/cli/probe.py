@@ -6,6 +6,7 @@ from typing import Any
 from rich.text import Text
 
 from dashboards.terminal import certificate_table
+from growth_service.cli.console import emit_json, out
 from growth_service.core.units import parse_quantity
 from growth_service.errors import UserError
 
@@ -23,8 +24,6 @@ def probe_command(
     as_json: bool,
 ) -> None:
     """Find the network, probe it, print certificates and what to do next."""
-    from growth_service.cli.main import emit_json, out
-
     nats = None if tolerance is None else parse_quantity(tolerance, dimension="nats")
     checkpoint = _checkpoint_folder(model, uri=uri, storage=storage)
     from growth_service.training.probe_checkpoint import probe_checkpoint

@@ -15,6 +15,7 @@ from rich.text import Text
 from cluster.embedded import embedded_ray
 from dashboards.live import LiveView
 from dashboards.terminal import study_summary
+from growth_service.cli.console import emit_json, err, out
 from growth_service.core.records import StageRecord, TrialRecord
 from growth_service.core.units import format_seconds
 from growth_service.errors import GrowthError, UserError
@@ -115,8 +116,6 @@ def default_uri(root: Path) -> str:
 
 def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool) -> int:
     """``growth run``: live view on stderr, summary (or JSON) on stdout; returns the exit code."""
-    from growth_service.cli.main import emit_json, err, out
-
     started = time.monotonic()
     _stop_on_signals()
     job = load_job(path, overrides=overrides)

@@ -9,6 +9,7 @@ Sources: Wei et al. 2016, "Network Morphism" (arXiv:1603.01670); Chen et al. 201
 (arXiv:1511.05641); here with zero output projections in place of identities and copies.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from growth_service.blocks import Block, block_from_config
 from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
 from growth_service.growth.transplant import adopt
-from growth_service.models.sites import Site, default_block_config, resolve, site_of, sites, stream_of
+from growth_service.models.sites import Site, default_block_config, resolve, site_of, sites, stream_of, with_stream
 
 Attachment = Literal["grown", "widened"]
 _LOG = "_growth_log"
@@ -190,19 +191,18 @@ def _attach(
             "call block.reset(generator) first"
         )
     before = None if check_batch is None else _outputs(model, check_batch)
-    children = getattr(module, attachment, None)
-    if children is None:
-        children = Attached()
-        module.add_module(attachment, children)
-        module.register_forward_hook(_apply_grown if attachment == "grown" else _apply_widened)
     first = next(iter(module.parameters()), None)
     if first is not None:
         block.to(device=first.device, dtype=first.dtype)
-    identifier = str(len(children))
-    children[identifier] = block
-    change = None if before is None else _largest_change(before, _outputs(model, check_batch))
+    block.train(module.training)
+    undo, identifier = _add_child(module, attachment, block)
+    try:
+        change = None if before is None else _largest_change(before, _outputs(model, check_batch))
+    except Exception:
+        undo()
+        raise
     if change:
-        del children[identifier]
+        undo()
         raise UserError(f"a block at {site!r} changes outputs by {change:.3g}: this place cannot preserve the function")
     path = f"{site}.{attachment}.{identifier}"
     named = {f"{path}.{name}": p for name, p in block.named_parameters()}
@@ -221,12 +221,33 @@ def _attach(
     return receipt
 
 
+def _add_child(module: nn.Module, attachment: Attachment, block: Block) -> tuple[Callable[[], None], str]:
+    """Attach ``block``; returns how to take it off again without a trace, and its id."""
+    children = getattr(module, attachment, None)
+    hook = None
+    if children is None:
+        children = Attached()
+        children.train(module.training)
+        module.add_module(attachment, children)
+        hook = module.register_forward_hook(_apply_grown if attachment == "grown" else _apply_widened)
+    identifier = str(len(children))
+    children[identifier] = block
+
+    def undo() -> None:
+        del children[identifier]
+        if hook is not None:
+            hook.remove()
+            delattr(module, attachment)
+
+    return undo, identifier
+
+
 def _apply_grown(module: Any, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook: run the blocks inserted after ``module`` on its output."""
-    z = output[0] if isinstance(output, tuple) else output
+    z = stream_of(output, path="grown")
     for block in module.grown.values():
         z = z + block(z)
-    return (z, *output[1:]) if isinstance(output, tuple) else z
+    return with_stream(output, z)
 
 
 def _apply_widened(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:

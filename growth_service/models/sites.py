@@ -80,6 +80,16 @@ def stream_of(output: Any, *, path: str) -> Tensor:
     return tensor
 
 
+def with_stream(output: Any, stream: Tensor) -> Any:
+    """A module's output with its stream replaced: the tensor, or the first item of a tuple or list."""
+    if not isinstance(output, tuple | list):
+        return stream
+    items = [stream, *output[1:]]
+    if isinstance(output, tuple) and hasattr(output, "_fields"):  # a named tuple
+        return type(output)(*items)
+    return type(output)(items)
+
+
 def site_of(stream: Tensor, *, path: str) -> Site:
     """Describe the stream that was seen at ``path``."""
     return Site(path=path, kind=_KINDS[stream.ndim], width=stream.shape[1 if stream.ndim == 4 else -1])

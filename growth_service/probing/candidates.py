@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from growth_service.blocks import Block
-from growth_service.models.sites import resolve, stream_of
+from growth_service.errors import SiteError
+from growth_service.models.sites import resolve, stream_of, with_stream
 
 Loss = Callable[[Any, Any], Tensor]
 Reduction = Literal["mean", "sum", "none"]
@@ -64,25 +65,34 @@ class Taps:
     def __enter__(self) -> "Taps":
         """Attach the hooks."""
         try:
+            self.stream.clear()
             for path in self._paths:
                 hook = self._hook(path)
                 self._handles.append(resolve(self._model, path).register_forward_hook(hook))
         except BaseException:
-            self.__exit__()
+            self.__exit__(BaseException)
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Detach them."""
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        """Detach them; all modules must have run, unless an error came first."""
         for handle in self._handles:
             handle.remove()
+        missing = [p for p in self._paths if p not in self.stream]
+        if kind is None and missing:
+            raise SiteError(f"{missing[0]!r} does not run in a forward pass of these inputs: no block can go there")
 
     def _hook(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
         def hook(_module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if path in self.stream:
+                raise SiteError(
+                    f"{path!r} runs more than once in a forward pass (a shared module), and so would a block there: "
+                    "choose a module that runs once"
+                )
             stream = stream_of(output, path=path)
-            if self._with_gradient and not stream.requires_grad:
-                stream = stream.detach().requires_grad_()
-                output = (stream, *output[1:]) if isinstance(output, tuple) else stream
+            if self._with_gradient:
+                stream = stream if stream.requires_grad else stream.detach().requires_grad_()
+                output = with_stream(output, stream.clone())  # what changes it in place later changes the copy
             self.read[path] = args[0].detach() if args and isinstance(args[0], Tensor) else stream.detach()
             self.stream[path] = stream
             return output

@@ -7,6 +7,7 @@ Shape legend: B = samples, D = stream width, K = features, P = positions, M = nu
 """
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +29,10 @@ class SiteMoments:
     """Sums of one candidate over samples."""
 
     half_a_KK: FloatArray
-    """Sum of phi phi^T over every second sample; together with the other half: Sigma times n."""
+    """Sum of phi phi^T over ``kept_a`` samples with even index; the other half: with odd index."""
     half_b_KK: FloatArray
+    kept_a: int
+    kept_b: int
     cross_DK: FloatArray
     """Sum of the cross-gradients G_i (zeros where no labels were used)."""
     gradient_sq: float
@@ -38,6 +41,11 @@ class SiteMoments:
     """Largest ||g_i||: AG_max."""
     stream_sq: float
     """Sum of ||z_i||^2 of the stream written to."""
+
+    @property
+    def sigma_KK(self) -> FloatArray:
+        """Second moment of the features, summed over positions, averaged over samples."""
+        return (self.half_a_KK + self.half_b_KK) / max(self.kept_a + self.kept_b, 1)
 
     def plus(self, other: "SiteMoments") -> "SiteMoments":
         """Sums over both; the largest of the largest."""
@@ -49,19 +57,13 @@ class SiteMoments:
 class Moments:
     """Sums over samples for all candidates at once, and of the network's own blocks."""
 
-    num_a: int
-    num_b: int
+    num_samples: int
     loss_sum: float
     flops: int
     """What collecting them cost."""
     sites: list[SiteMoments]
     block_ratio_sq: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Per existing block: sums of ||h(z)||^2 and ||z||^2, for the size of an ordinary step."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples summed over."""
-        return self.num_a + self.num_b
 
     def plus(self, other: "Moments") -> "Moments":
         """Sums over both."""
@@ -70,8 +72,7 @@ class Moments:
             for path, sums in self.block_ratio_sq.items()
         }
         return Moments(
-            num_a=self.num_a + other.num_a,
-            num_b=self.num_b + other.num_b,
+            num_samples=self.num_samples + other.num_samples,
             loss_sum=self.loss_sum + other.loss_sum,
             flops=self.flops + other.flops,
             sites=[a.plus(b) for a, b in zip(self.sites, other.sites, strict=True)],
@@ -100,12 +101,14 @@ class Units:
     num_samples: int
     flops: int
     sites: list[SiteUnits]
+    whitened_sums: list[FloatArray]
+    """Sum of the whitened cross-gradients of each candidate, exact. ``[D, K]`` each."""
 
 
 def moments(
-    model: nn.Module, candidates: list[Candidate], batch: Batch, *, loss: Loss, reduction: Reduction
+    model: nn.Module, candidates: list[Candidate], batch: Batch, *, first: int, loss: Loss, reduction: Reduction
 ) -> Moments:
-    """Second moments and cross-gradients of every candidate on one labelled batch.
+    """Second moments and cross-gradients of every candidate on one labelled batch, which starts at sample ``first``.
 
     The second moment is only a preconditioner: it is taken from every ``P // 4``-th sample, so
     that each sample counts for about 4 positions (fixed by shapes alone, before any gradient).
@@ -120,11 +123,10 @@ def moments(
             g = stream_positions(gradients[candidate.path])
             phi = candidate_features(candidate, taps)
             norms = g.double().square().sum(dim=(1, 2))
-            half_a_KK, half_b_KK = _halves(phi, every=max(1, phi.shape[2] // 4))
+            halves = _halves(phi, first=first, every=max(1, phi.shape[2] // 4))
             found.append(
                 SiteMoments(
-                    half_a_KK=half_a_KK,
-                    half_b_KK=half_b_KK,
+                    **halves,
                     cross_DK=_array(torch.einsum("bdp,bkp->dk", g, phi)),
                     gradient_sq=float(norms.sum()),
                     gradient_max=float(norms.max().sqrt()),
@@ -132,8 +134,7 @@ def moments(
                 )
             )
     return Moments(
-        num_a=(num + 1) // 2,
-        num_b=num // 2,
+        num_samples=num,
         loss_sum=loss_sum,
         flops=counter.flops,
         sites=found,
@@ -141,7 +142,7 @@ def moments(
     )
 
 
-def pool_moments(model: nn.Module, candidates: list[Candidate], inputs: Tensor) -> Moments:
+def pool_moments(model: nn.Module, candidates: list[Candidate], inputs: Tensor, *, first: int) -> Moments:
     """Second moments of every candidate on one batch without labels (forward only)."""
     with untouched(model, with_gradient=False), FlopCounter() as counter:
         with Taps(model, [c.path for c in candidates], with_gradient=False) as taps:
@@ -150,19 +151,17 @@ def pool_moments(model: nn.Module, candidates: list[Candidate], inputs: Tensor) 
         for candidate in candidates:
             phi = candidate_features(candidate, taps)
             z = taps.stream[candidate.path]
-            half_a_KK, half_b_KK = _halves(phi, every=1)
+            halves = _halves(phi, first=first, every=1)
             found.append(
                 SiteMoments(
-                    half_a_KK=half_a_KK,
-                    half_b_KK=half_b_KK,
+                    **halves,
                     cross_DK=np.zeros((stream_positions(z).shape[1], phi.shape[1])),
                     gradient_sq=0.0,
                     gradient_max=0.0,
                     stream_sq=float(z.double().square().sum()),
                 )
             )
-    num = inputs.shape[0]
-    return Moments(num_a=(num + 1) // 2, num_b=num // 2, loss_sum=0.0, flops=counter.flops, sites=found)
+    return Moments(num_samples=inputs.shape[0], loss_sum=0.0, flops=counter.flops, sites=found)
 
 
 def units(
@@ -192,13 +191,14 @@ def units(
         _, num, loss_sum, taps, gradients, _ = forward_backward(
             model, candidates, batch, loss=loss, reduction=reduction
         )
-        found = []
+        found, sums = [], []
         for candidate, q_KK, along_DK in zip(candidates, inv_sqrt, train_whitened, strict=True):
             g = stream_positions(gradients[candidate.path])
             phi = candidate_features(candidate, taps)
             cross_BDK = torch.bmm(g, phi.transpose(1, 2)).double()
             psi_BDK = cross_BDK @ torch.from_numpy(q_KK)
             norms = g.double().square().sum(dim=(1, 2)).sqrt()
+            sums.append(_array(psi_BDK.sum(dim=0)))
             found.append(
                 SiteUnits(
                     psi_NM=_array(_sketch(psi_BDK.flatten(1), seed=sketch_seed)),
@@ -207,7 +207,7 @@ def units(
                     gradient_norm_N=_array(norms),
                 )
             )
-    return Units(loss_sum=loss_sum, num_samples=num, flops=counter.flops, sites=found)
+    return Units(loss_sum=loss_sum, num_samples=num, flops=counter.flops, sites=found, whitened_sums=sums)
 
 
 def join(parts: list[Units]) -> Units:
@@ -221,6 +221,7 @@ def join(parts: list[Units]) -> Units:
         num_samples=sum(p.num_samples for p in parts),
         flops=sum(p.flops for p in parts),
         sites=columns,
+        whitened_sums=[np.sum(sums, axis=0) for sums in zip(*(p.whitened_sums for p in parts), strict=True)],
     )
 
 
@@ -240,7 +241,8 @@ def forward_backward(
         total = summed(loss(outputs, targets), reduction=reduction, num_samples=num)
         if not torch.isfinite(total):
             raise UserError(
-                f"the loss of a probe batch is {float(total)}: the network diverged or its inputs are not finite"
+                f"the loss of a probe batch is {float(total.detach())}: the network diverged, or its inputs are not "
+                "finite"
             )
         grads = torch.autograd.grad(total, [taps.stream[p] for p in paths], allow_unused=True)
     finally:
@@ -264,15 +266,15 @@ def candidate_features(candidate: Candidate, taps: Taps) -> Tensor:
         return tangent_features(candidate.block, source[candidate.path].detach())
 
 
-def _halves(phi_BKP: Tensor, *, every: int) -> tuple[FloatArray, FloatArray]:
-    """Second-moment sums over even and odd samples, scaled to all samples of their half."""
-    halves = []
-    for half in (phi_BKP[0::2], phi_BKP[1::2]):
-        kept = half[::every]
+def _halves(phi_BKP: Tensor, *, first: int, every: int) -> dict[str, Any]:
+    """Second-moment sums over kept samples with even and odd index; indices, not batches, decide."""
+    index_B = torch.arange(first, first + phi_BKP.shape[0])
+    out: dict[str, Any] = {}
+    for name, parity in (("a", 0), ("b", 1)):
+        kept = phi_BKP[(index_B % 2 == parity) & ((index_B // 2) % every == 0)]
         flat = kept.transpose(0, 1).flatten(1)
-        scale = half.shape[0] / kept.shape[0] if kept.shape[0] else 0.0
-        halves.append(_array(flat @ flat.T) * scale)
-    return halves[0], halves[1]
+        out |= {f"half_{name}_KK": _array(flat @ flat.T), f"kept_{name}": kept.shape[0]}
+    return out
 
 
 def _array(tensor: Tensor) -> FloatArray:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from growth_service.blocks import Block, stream_positions, tangent_features
 from growth_service.core.score import FloatArray, descent_direction, whitener
 from growth_service.models.flops import FlopCounter, counted
-from growth_service.models.sites import resolve, stream_of
+from growth_service.models.sites import resolve, stream_of, with_stream
 from growth_service.probing import collect
 from growth_service.probing.candidates import Batch, Candidate, Loss, Reduction, summed, untouched
-from growth_service.probing.probe import Mapper
+from growth_service.probing.probe import Mapper, numbered
 
 RELATIVE_STEPS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 """Sizes ||a D phi|| / ||z|| that the line search tries, up to r_max."""
@@ -60,8 +60,9 @@ def clipped_direction(
         The direction ``[D, K]`` and the FLOPs it took.
     """
 
-    def one(batch: Batch) -> tuple[collect.Moments, collect.Units]:
-        plain = collect.moments(model, [candidate], batch, loss=loss, reduction=reduction)
+    def one(item: tuple[int, Batch]) -> tuple[collect.Moments, collect.Units]:
+        first, batch = item
+        plain = collect.moments(model, [candidate], batch, first=first, loss=loss, reduction=reduction)
         width, features = plain.sites[0].cross_DK.shape
         identity, nothing = np.eye(features), np.zeros((width, features))
         norms = collect.units(
@@ -76,7 +77,7 @@ def clipped_direction(
         )
         return plain, norms
 
-    parts = mapper(one, batches)
+    parts = mapper(one, numbered(batches, size=lambda batch: len(batch[1])))
     norms_N = np.concatenate([units.sites[0].gradient_norm_N for _, units in parts])
     limit = float(np.quantile(norms_N, CLIP_SHARE))
 
@@ -90,7 +91,7 @@ def clipped_direction(
         total = total.plus(plain)
     clipped_parts = mapper(clipped, batches)
     cross_DK = np.sum([cross for cross, _ in clipped_parts], axis=0) / total.num_samples
-    sigma_KK = (total.sites[0].half_a_KK + total.sites[0].half_b_KK) / total.num_samples
+    sigma_KK = total.sites[0].sigma_KK
     flops = sum(plain.flops + units.flops for plain, units in parts) + sum(cost for _, cost in clipped_parts)
     return descent_direction(cross_DK, whitener(sigma_KK, ridge=ridge)), flops
 
@@ -196,7 +197,7 @@ def _added(
             seen.append((float(delta.double().square().sum()), float(z.double().square().sum())))
         layout = delta.transpose(1, 2) if z.ndim == 3 else delta
         moved = z + scale * layout.reshape(z.shape) if scale else z
-        return (moved, *output[1:]) if isinstance(output, tuple) else moved
+        return with_stream(output, moved)
 
     handle = resolve(model, site).register_forward_hook(hook)
     try:

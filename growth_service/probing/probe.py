@@ -1,9 +1,11 @@
 """``probe``: is this network deep enough, and where not - with a certificate."""
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,23 +16,19 @@ from growth_service.blocks import Block, block_from_config
 from growth_service.core import certificate as cert
 from growth_service.core.decisions import tolerance_nats
 from growth_service.core.score import (
-    FloatArray,
-    Whitener,
     covariance_diagnostic,
-    descent_direction,
-    kappa,
     pool_inflation,
-    predicted_gain,
-    saturation_score,
     whitener,
 )
+from growth_service.core.streams import stream_seed
 from growth_service.errors import UserError
 from growth_service.models.flops import block_flops_per_sample
 from growth_service.models.sites import default_block_config, resolve, site_of
 from growth_service.models.sites import sites as default_sites
 from growth_service.probing import collect
 from growth_service.probing.candidates import Batch, Candidate, Loss, Reduction, Taps, untouched
-from growth_service.probing.report import Direction, SaturationReport, SiteReport
+from growth_service.probing.certify import Look, certify
+from growth_service.probing.report import SaturationReport
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -112,9 +110,10 @@ def probe(
     train = _sum_moments(model, chosen, train_batches, loss=loss, reduction=reduction, run=run)
     pooled = _sum_pool(model, chosen, pool, run=run) if pool is not None else train
     assert pooled is not None
-    whiteners = [whitener((s.half_a_KK + s.half_b_KK) / pooled.num_samples, ridge=ridge) for s in pooled.sites]
+    _check_finite(chosen, pooled)
+    whiteners = [whitener(s.sigma_KK, ridge=ridge) for s in pooled.sites]
     inflations = [
-        pool_inflation(s.half_a_KK / pooled.num_a, s.half_b_KK / max(pooled.num_b, 1), ridge=ridge)
+        pool_inflation(s.half_a_KK / max(s.kept_a, 1), s.half_b_KK / max(s.kept_b, 1), ridge=ridge)
         for s in pooled.sites
     ]
     train_cross = [s.cross_DK / train.num_samples for s in train.sites] if train else [s.cross_DK for s in pooled.sites]
@@ -132,22 +131,24 @@ def probe(
             sketch_seed=seed,
         )
 
+    num_held_out = sum(len(b[1]) for b in held_out)
+    if num_held_out < 4:
+        raise UserError(f"a certificate needs at least 4 held-out samples, got {num_held_out}: pass more in batches")
     rows = _at_most(collect.join(run(look, held_out)), MAX_UNITS)
-    loss_nats = rows.loss_sum / sum(len(b[1]) for b in held_out)
+    loss_nats = rows.loss_sum / num_held_out
     own = (train or pooled).block_ratio_sq
-    context = _Context(
+    shared = Look(
         loss_nats=loss_nats,
         tolerance=tolerance_nats(tolerance, loss_nats=loss_nats),
         level=level,
         r_max=_ordinary_step(own),
         num_candidates=len(chosen),
-        max_resamples=math.ceil(20 * len(chosen) / level),
         num_train=train.num_samples if train else 0,
         seed=seed,
     )
     added = _added_flops(model, chosen, held_out[0][0])
     certified = [
-        _certify(
+        certify(
             candidate,
             rows.sites[i],
             whitening=whiteners[i],
@@ -155,7 +156,8 @@ def probe(
             train_cross=train_cross[i],
             stream_norm=math.sqrt(pooled.sites[i].stream_sq / pooled.num_samples),
             added_flops=added[i],
-            context=context,
+            look=shared,
+            s_plugin=float(np.square(rows.whitened_sums[i] / rows.num_samples).sum()),
         )
         for i, candidate in enumerate(chosen)
     ]
@@ -169,126 +171,14 @@ def probe(
         best=max(useful, key=lambda r: r.gain_per_flop) if useful else None,
         covariance={c.path: covariance_diagnostic(s.gradient_ND) for c, s in zip(chosen, rows.sites, strict=True)},
         loss_nats=loss_nats,
-        tolerance_nats=context.tolerance,
+        tolerance_nats=shared.tolerance,
         level=level,
         ridge=ridge,
-        r_max=context.r_max,
+        r_max=shared.r_max,
         flops=flops,
         protocol=protocol,
         blocks={(c.kind, c.path): c.block for c in chosen},
     )
-
-
-class _Context:
-    """What all candidates of one look share."""
-
-    def __init__(self, **values: Any) -> None:
-        self.loss_nats: float = values["loss_nats"]
-        self.tolerance: float = values["tolerance"]
-        self.level: float = values["level"]
-        self.r_max: float = values["r_max"]
-        self.num_candidates: int = values["num_candidates"]
-        self.max_resamples: int = values["max_resamples"]
-        self.num_train: int = values["num_train"]
-        self.seed: int = values["seed"]
-
-
-def _certify(
-    candidate: Candidate,
-    rows: collect.SiteUnits,
-    *,
-    whitening: Whitener,
-    inflation: float,
-    train_cross: FloatArray,
-    stream_norm: float,
-    added_flops: int,
-    context: _Context,
-) -> tuple[SiteReport, int]:
-    """From the rows of one candidate to its certificate, and what that cost in FLOPs.
-
-    Inflation of scores by the finite pool is divided out.
-    """
-    gram_NN = rows.psi_NM @ rows.psi_NM.T / inflation
-    n = gram_NN.shape[0]
-    stat = cert.u_statistic(gram_NN)
-    s_train = saturation_score(train_cross, whitening)
-    moved = cert.transfer(rows.along_N, train_score=s_train, level=context.level)
-
-    def gain(score: float) -> float:
-        return predicted_gain(score, stream_norm=stream_norm, r_max=context.r_max, loss_nats=context.loss_nats)
-
-    def moved_gain(rate: float) -> float:
-        return min(context.r_max * stream_norm * rate, context.loss_nats)
-
-    p_value = cert.significance(
-        gram_NN,
-        stat,
-        threshold=context.level / context.num_candidates,
-        max_resamples=context.max_resamples,
-        seed=context.seed,
-    )
-    flops = cert.certificate_flops(
-        num_units=n,
-        numbers=rows.psi_NM.shape[1],
-        features=train_cross.shape[1],
-        num_resamples=p_value.resamples,
-    )
-    lower = stat.lower_limit(context.level / context.num_candidates)
-    upper = stat.upper_limit(context.level)
-    gains = cert.Gains(
-        lower=gain(lower),
-        upper=gain(upper),
-        transfer_upper=moved_gain(moved.upper) if context.num_train else math.inf,
-        p_value=p_value.value,
-    )
-    raw_sq = float(np.square(rows.gradient_norm_N).mean())
-    direction = descent_direction(train_cross, whitening)
-    cosine_denominator = math.sqrt(s_train * max(stat.value, 0.0))
-    transfer_gain = moved_gain(moved.value)
-    report = SiteReport(
-        site=candidate.path,
-        block=candidate.block.config(),
-        kind=candidate.kind,
-        num_samples=n,
-        raw_rms=math.sqrt(raw_sq),
-        ag_max=float(rows.gradient_norm_N.max()),
-        s_plugin=float(np.square(rows.psi_NM.mean(axis=0)).sum()),
-        s=stat.value,
-        noise_sd=stat.noise_sd,
-        lcl=lower,
-        ucl=upper,
-        p_value=gains.p_value,
-        kappa=kappa(stat.value, stream_norm=stream_norm),
-        kappa_ucl=kappa(upper, stream_norm=stream_norm),
-        predicted_gain=gain(stat.value),
-        gain_lcl=gains.lower,
-        predicted_gain_ucl=gains.upper,
-        noise_gain=gain(stat.noise_sd),
-        s_train=s_train,
-        realizable_share=min(1.0, max(stat.value, 0.0) / raw_sq) if raw_sq > 0 else 0.0,
-        transfer=moved.value,
-        transfer_gain=transfer_gain,
-        transfer_ucl=gains.transfer_upper,
-        cosine=min(1.0, moved.value * math.sqrt(s_train) / cosine_denominator) if cosine_denominator > 0 else 0.0,
-        eta=cert.realisable_share(stat.value, cov_trace=stat.cov_trace, num_train=max(context.num_train, 1)),
-        half_gain_samples=cert.half_gain_samples(stat.value, cov_trace=stat.cov_trace),
-        snr=stat.snr,
-        added_flops=added_flops,
-        gain_per_flop=max(transfer_gain, 0.0) / max(added_flops, 1),
-        verdict=cert.candidate_verdict(
-            gains, tolerance=context.tolerance, level=context.level, num_candidates=context.num_candidates
-        ),
-        cross_gradient=train_cross,
-        descent_direction=_as_direction(direction, candidate.block),
-    )
-    return report, flops
-
-
-def _as_direction(matrix_DK: FloatArray, block: Block) -> Direction:
-    has_bias = block.project.bias is not None
-    weight = matrix_DK[:, :-1] if has_bias else matrix_DK
-    shape = tuple(block.project.weight.shape)
-    return Direction(matrix_DK=matrix_DK, weight=weight.reshape(shape), bias=matrix_DK[:, -1] if has_bias else None)
 
 
 def _default_candidates(
@@ -301,10 +191,10 @@ def _default_candidates(
     with untouched(model, with_gradient=False), Taps(model, wanted, with_gradient=False) as taps:
         model(example[:1])
     made = []
-    for index, path in enumerate(wanted):
+    for path in wanted:
         block = (blocks or {}).get(path)
         if block is None:
-            generator = torch.Generator().manual_seed(seed * 1009 + index)
+            generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", path))
             block = block_from_config(
                 default_block_config(model, site_of(taps.stream[path], path=path)), generator=generator
             )
@@ -328,10 +218,10 @@ def _sum_moments(
     if not listed:
         raise UserError("train_batches is empty: pass at least one batch, or None")
 
-    def one(batch: Batch) -> collect.Moments:
-        return collect.moments(model, candidates, batch, loss=loss, reduction=reduction)
+    def one(item: tuple[int, Batch]) -> collect.Moments:
+        return collect.moments(model, candidates, item[1], first=item[0], loss=loss, reduction=reduction)
 
-    return _added_up(run(one, listed))
+    return _added_up(run(one, numbered(listed, size=lambda batch: len(batch[1]))))
 
 
 def _sum_pool(model: nn.Module, candidates: list[Candidate], pool: Iterable[Tensor], *, run: Mapper) -> collect.Moments:
@@ -339,10 +229,16 @@ def _sum_pool(model: nn.Module, candidates: list[Candidate], pool: Iterable[Tens
     if not listed:
         raise UserError("pool is empty: pass inputs disjoint from batches")
 
-    def one(inputs: Tensor) -> collect.Moments:
-        return collect.pool_moments(model, candidates, inputs)
+    def one(item: tuple[int, Tensor]) -> collect.Moments:
+        return collect.pool_moments(model, candidates, item[1], first=item[0])
 
-    return _added_up(run(one, listed))
+    return _added_up(run(one, numbered(listed, size=len)))
+
+
+def numbered(batches: Sequence[Item], *, size: Callable[[Item], int]) -> list[tuple[int, Item]]:
+    """Batches with the index of their first sample, so that no result depends on how samples are batched."""
+    firsts = itertools.accumulate((size(b) for b in batches), initial=0)
+    return list(zip(firsts, batches, strict=False))
 
 
 def _added_up(parts: list[collect.Moments]) -> collect.Moments:
@@ -352,10 +248,19 @@ def _added_up(parts: list[collect.Moments]) -> collect.Moments:
     return total
 
 
+def _check_finite(candidates: list[Candidate], pooled: collect.Moments) -> None:
+    for candidate, found in zip(candidates, pooled.sites, strict=True):
+        if not np.isfinite(found.sigma_KK).all():
+            raise UserError(
+                f"features at {candidate.path!r} are not finite on the pool: its inputs hold NaN or infinity, or the "
+                "network diverged"
+            )
+
+
 def _at_most(rows: collect.Units, limit: int) -> collect.Units:
     """The first ``limit`` rows; the loss stays over all."""
     kept = [collect.SiteUnits(**{f: getattr(s, f)[:limit] for f in s.__dataclass_fields__}) for s in rows.sites]
-    return collect.Units(loss_sum=rows.loss_sum, num_samples=rows.num_samples, flops=rows.flops, sites=kept)
+    return replace(rows, sites=kept)
 
 
 def _ordinary_step(ratios: dict[str, tuple[float, float]]) -> float:
@@ -405,7 +310,7 @@ def estimate_flops(
 ) -> int:
     """What a probe will cost, from one batch of each kind; an upper limit up to the last batch's size."""
     chosen = list(candidates)
-    seen = collect.moments(model, chosen, train_batches[0], loss=loss, reduction=reduction)
+    seen = collect.moments(model, chosen, train_batches[0], first=0, loss=loss, reduction=reduction)
     shapes = [s.cross_DK.shape for s in seen.sites]
     looked = collect.units(
         model,

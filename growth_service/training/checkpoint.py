@@ -19,12 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn, optim
 
 from growth_service.core.receipts import Receipt
-from growth_service.errors import CheckpointError
+from growth_service.errors import CheckpointError, GrowthError
 from growth_service.growth import growth_log, rebuild
 from growth_service.models import build
 from growth_service.training.layout import stage_folders
 
 FORMAT_VERSION = 1
+_FILES = ("weights.safetensors", "optimizer.safetensors", "streams.json", "history.json")
+_MANIFEST: dict[str, type] = {"base": dict, "growth_log": list, "sha256": dict}
 logger = logging.getLogger(__name__)
 
 
@@ -78,22 +80,27 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder} is no complete checkpoint: its manifest.json cannot be read ({error})"
         ) from error
+    if not isinstance(manifest, dict):
+        raise CheckpointError(f"{folder / 'manifest.json'} is damaged: use the checkpoint before it")
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{folder} has checkpoint format {version!r}, this version reads {FORMAT_VERSION}: update growth-service"
         )
-    for name, expected in manifest["sha256"].items():
-        if not (folder / name).is_file() or _sha256(folder / name) != expected:
+    if not all(isinstance(manifest.get(key), kind) for key, kind in _MANIFEST.items()):
+        raise CheckpointError(f"{folder / 'manifest.json'} lacks one of {', '.join(_MANIFEST)}: use the one before it")
+    for name in (*_FILES, *manifest["sha256"]):
+        if not (folder / name).is_file() or _sha256(folder / name) != manifest["sha256"].get(name):
             raise CheckpointError(
                 f"{folder / name} is damaged or missing (its sha256 differs): use the checkpoint before it"
             )
     base = manifest["base"]
-    model = rebuild(build(base["spec"], seed=base["seed"]), [Receipt.from_dict(r) for r in manifest["growth_log"]])
     try:
+        log = [Receipt.from_dict(r) for r in manifest["growth_log"]]
+        model = rebuild(build(base["spec"], seed=base["seed"]), log)
         model.load_state_dict(load_file(folder / "weights.safetensors"), strict=True)
         optimizer_state = load_file(folder / "optimizer.safetensors")
-    except (RuntimeError, SafetensorError) as error:
+    except (GrowthError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"weights in {folder} do not fit its growth log: {error}") from error
     return Checkpoint(
         model=model,

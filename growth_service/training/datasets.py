@@ -7,6 +7,7 @@ one file and import no loader. Nothing is downloaded unless torchvision is asked
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,7 +158,10 @@ def _read_idx(folder: Path, name: str) -> NDArray[np.uint8]:
     """One IDX file, plain or gzipped, checked against its sha256."""
     path = _idx_path(folder, name)
     assert path is not None
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataNotFoundError(f"{path} cannot be read ({error}): remove it or name another folder") from error
     if hashlib.sha256(content).hexdigest() != FASHION_FILES[name]:
         raise DataNotFoundError(
             f"{path} is not Fashion-MNIST's {name} (its sha256 differs): remove it or name another folder"

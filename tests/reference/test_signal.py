@@ -218,7 +218,8 @@ def naive_whitener(block, z, *, ridge):
         excess.append(np.trace(inverse_of(fit) @ other_QQ) / kept - 1)
     inverse_QQ = inverse_of(jac_NEQ)
     values, basis = np.linalg.eigh((inverse_QQ + inverse_QQ.T) / 2)
-    return (basis * np.sqrt(values)) @ basis.T, 1 + max(0.0, np.mean(excess) / 2)
+    half = max(0.0, np.mean(excess))
+    return (basis * np.sqrt(values)) @ basis.T, 1 + half / (2 + half)
 
 
 # --- the cross-gradient ---------------------------------------------------------------------------
