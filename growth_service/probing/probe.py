@@ -308,7 +308,7 @@ def estimate_flops(
     reduction: Reduction,
     level: float,
 ) -> int:
-    """What a probe will cost, from one batch of each kind; an upper limit up to the last batch's size."""
+    """What a probe will cost at most, from the first batch of each kind (later ones are no larger)."""
     chosen = list(candidates)
     seen = collect.moments(model, chosen, train_batches[0], first=0, loss=loss, reduction=reduction)
     shapes = [s.cross_DK.shape for s in seen.sites]
@@ -322,8 +322,8 @@ def estimate_flops(
         reduction=reduction,
         sketch_seed=0,
     )
-    num_train, num_held_out = (sum(len(b[1]) for b in part) for part in (train_batches, batches))
-    passes = seen.flops * num_train // len(train_batches[0][1]) + looked.flops * num_held_out // len(batches[0][1])
+    num_held_out = sum(len(b[1]) for b in batches)
+    passes = seen.flops * len(train_batches) + looked.flops * len(batches)
     resamples = math.ceil(20 * len(chosen) / level)
     return passes + sum(
         cert.certificate_flops(

@@ -6,7 +6,6 @@ verdict from outside (stop, or None to go on). The loop knows neither Ray nor ML
 rank runs it, rank 0 decides and writes.
 """
 
-import json
 import logging
 import math
 import time
@@ -17,7 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from growth_service.core.decisions import Decision, Grow, Reading, Stop, decide, decision_to_dict, tolerance_nats
+from growth_service.core.decisions import (
+    Decision,
+    Grow,
+    Reading,
+    Stop,
+    StopCause,
+    decide,
+    decision_to_dict,
+    tolerance_nats,
+)
 from growth_service.core.ledger import Ledger
 from growth_service.core.records import FinalRecord, StageRecord
 from growth_service.errors import UserError
@@ -38,8 +46,12 @@ Record = StageRecord | FinalRecord
 HEARTBEAT_S = 2.0
 
 
-class _DivergedError(Exception):
-    """The loss or a gradient is not finite."""
+class _StageEndError(Exception):
+    """A stage cannot be finished: its loss is not finite, or the budget is too small for it."""
+
+    def __init__(self, cause: StopCause, reason: str) -> None:
+        super().__init__(reason)
+        self.cause, self.reason = cause, reason
 
 
 def run_trial(config: TrialConfig, *, ranks: Ranks) -> Generator[Record, Decision | None, None]:
@@ -58,14 +70,17 @@ def run_trial(config: TrialConfig, *, ranks: Ranks) -> Generator[Record, Decisio
     verdict: Decision | None = None
     for record in list(state.history):
         verdict = yield record
+    if state.final is not None:  # ended before, for good
+        yield state.final
+        return
     while not isinstance(state.decision, Stop):
         if isinstance(verdict, Stop):
             state.decision = verdict
             break
         try:
             record = loop.run_stage()
-        except _DivergedError as error:
-            loop.roll_back(str(error))
+        except _StageEndError as end:
+            loop.roll_back(end)
             break
         verdict = yield record
     yield loop.finish()
@@ -93,6 +108,8 @@ class _Stage:
     """Loss on the training subset that the stage must not end above."""
     trained_s: float = 0.0
     fallback: bool = False
+    blind: bool = False
+    """True where the budget did not pay for the look that was due."""
 
 
 class StageLoop:
@@ -104,12 +121,14 @@ class StageLoop:
         self.schedule = config.growth_schedule()
         self.state = TrialState(config, ranks=ranks)
         self.gradients = ShardedGradients(self.state.model, ranks=ranks, num_shards=config.training["shards"])
+        self._stage = _Stage(number=self.state.stage, started=0.0, taken=StepTaken())
 
     def run_stage(self) -> StageRecord:
         """Step, train, fall back, evaluate, probe, decide, save."""
         state = self.state
         state.beat(0)
-        stage = self._begin()
+        self._stage = stage = _Stage(number=state.stage, started=time.perf_counter(), taken=StepTaken())
+        self._begin(stage)
         before = state.snapshot() if stage.floor is not None else {}
         self._train(stage)
         on_train = self._evaluate(stage, "train")
@@ -119,11 +138,8 @@ class StageLoop:
             on_train = on_train._replace(loss=stage.floor)
         on_val = self._evaluate(stage, "val")
         if not (math.isfinite(on_train.loss) and math.isfinite(on_val.loss)):
-            raise _DivergedError(f"the loss after stage {stage.number} is not finite")
-        report = look(state, self.schedule)
-        if report is not None:
-            stage.spent += report.flops
-            state.flops_probe += report.flops
+            raise _StageEndError("diverged", f"the loss after stage {stage.number} is not finite")
+        report = self._look(stage)
         state.spend(stage.spent)
         digest = weights_digest(state.model)
         self.ranks.agree(digest, what=f"after stage {stage.number}")
@@ -133,10 +149,9 @@ class StageLoop:
         state.save(f"{stage.number:03d}")
         return record
 
-    def _begin(self) -> _Stage:
+    def _begin(self, stage: _Stage) -> None:
         """Execute the last decision and measure where the stage starts from."""
         state = self.state
-        stage = _Stage(number=state.stage, started=time.perf_counter(), taken=StepTaken())
         old = state.last
         if isinstance(state.decision, Grow):
             stage.taken = self._grow(state.decision, stage)
@@ -146,7 +161,6 @@ class StageLoop:
             state.save(f"{stage.number:03d}-jumpboard", jumpboard=True)
         elif old is not None:
             stage.floor = old.loss_train
-        return stage
 
     def _grow(self, decision: Grow, stage: _Stage) -> StepTaken:
         state = self.state
@@ -164,12 +178,13 @@ class StageLoop:
         )
         if taken.data_share is not None:
             state.data_share, state.position = taken.data_share, DataPosition(epoch=state.position.epoch + 1)
+        # Before the wrapper is renewed: that copies rank 0's weights to all and would hide a difference.
+        self.ranks.agree(weights_digest(state.model), what=f"after growing for stage {stage.number}")
         if taken.receipts:
             self.gradients.rewrap()
             state.count_cost()
-        stage.spent += taken.flops
         state.flops_probe += taken.flops
-        self.ranks.agree(weights_digest(state.model), what=f"after growing for stage {stage.number}")
+        self._pay(stage, taken.flops)
         return taken
 
     def _jumpboard_losses(self, old: StageRecord, stage: _Stage) -> _Losses:
@@ -188,15 +203,32 @@ class StageLoop:
 
     # -- training --------------------------------------------------------------------------------
 
-    def planned_batches(self, *, already: int = 0) -> int:
-        """Global batches that fit into the coming stage, after all else that it will cost."""
+    def _pay(self, stage: _Stage, flops: int) -> None:
+        """Book FLOPs on the stage; what the last evaluation on test will cost stays set aside."""
+        stage.spent += flops
+        if stage.spent > self._room():
+            reason = f"stage {stage.number} would cost more than the {self._room():.3g} FLOPs that are left"
+            raise _StageEndError("budget", reason)
+
+    def _room(self) -> int:
+        """FLOPs that are free for the present stage."""
         state = self.state
-        total = state.budget.total_flops - state.cost.forward * len(state.splits.test.targets)
-        last = state.stage + 1 >= self.schedule.num_stages
-        target: int = total if last else total * (state.stage + 1) // self.schedule.num_stages
-        room = target - state.budget.spent_flops - already - self.overhead_flops()
-        per_batch: int = self.config.training["batch_size"] * state.cost.train
-        return max(0, room // per_batch)
+        at_the_end: int = state.cost.forward * len(state.splits.test.targets)
+        return max(0, state.budget.free_flops - at_the_end)
+
+    def planned_batches(self, *, already: int = 0) -> int:
+        """Global batches of the coming stage: what its equal share of the rest of the budget pays for.
+
+        One at least, as long as the rest of the budget pays for it.
+
+        Args:
+            already: FLOPs that the stage has cost so far (its grow step).
+        """
+        room, others = self._room(), already + self.overhead_flops()
+        share = room // (self.schedule.num_stages - self.state.stage)
+        per_batch: int = self.config.training["batch_size"] * self.state.cost.train
+        at_least = 1 if room - others >= per_batch else 0
+        return max(at_least, (share - others) // per_batch)
 
     def overhead_flops(self) -> int:
         """What the coming stage costs besides training and its grow step: evaluations and the probe."""
@@ -225,10 +257,9 @@ class StageLoop:
             )
             shards = shards_of(state.splits.train, indices, num_shards=settings["shards"])
             self.gradients.backward(shards, loss_sum)
-            stage.spent += per_batch
+            self._pay(stage, per_batch)
             if not _has_finite_gradient(state.model):
-                state.spend(min(stage.spent, state.budget.free_flops))
-                raise _DivergedError(f"a gradient was not finite in step {step} of stage {stage.number}")
+                raise _StageEndError("diverged", f"a gradient was not finite in step {step} of stage {stage.number}")
             state.optimizer.step()
             if time.perf_counter() - last_beat > HEARTBEAT_S:
                 last_beat = time.perf_counter()
@@ -241,6 +272,8 @@ class StageLoop:
                 f"the budget of trial {self.config.trial} ({self.config.budget_flops:.3g} FLOPs) does not pay for one "
                 f"batch in the first of its {self.schedule.num_stages} stages: raise budget.trial or use fewer stages"
             )
+        if num_batches == 0:
+            raise _StageEndError("budget", f"what is left does not pay for one batch in stage {stage.number}")
         batch_size, subset = self.config.training["batch_size"], self.state.subset
         if batch_size > subset:
             raise UserError(
@@ -253,8 +286,20 @@ class StageLoop:
         state = self.state
         split = getattr(state.splits, part)
         limit = state.subset if part == "train" else len(split.targets)
-        stage.spent += state.cost.forward * limit
+        self._pay(stage, state.cost.forward * limit)
         return evaluate(state.model, split, ranks=self.ranks, limit=limit)
+
+    def _look(self, stage: _Stage) -> SaturationReport | None:
+        """Probe, where the policy looks and the budget pays for it."""
+        state = self.state
+        if look_estimate(state, self.schedule) > self._room() - stage.spent:
+            stage.blind = True
+            return None
+        report = look(state, self.schedule)
+        if report is not None:
+            state.flops_probe += report.flops
+            self._pay(stage, report.flops)
+        return report
 
     # -- deciding and recording ------------------------------------------------------------------
 
@@ -270,6 +315,9 @@ class StageLoop:
             candidates=tuple(s.reading() for s in report.sites) if report else (),
         )
         decision = decide(reading, self.schedule.policy)
+        if stage.blind:
+            reason = f"the {self._room():.3g} FLOPs that are left do not pay for a look"
+            decision = Stop(cause="budget", reason=reason)
         logger.info("Trial %s after stage %d: deciding %s", self.config.trial, stage.number, decision)
         return decision
 
@@ -316,23 +364,19 @@ class StageLoop:
 
     # -- ending ------------------------------------------------------------------------------------
 
-    def roll_back(self, reason: str) -> None:
-        """Undo a stage that diverged; the trial ends with the network before it."""
+    def roll_back(self, end: _StageEndError) -> None:
+        """Undo the stage under way, which stays paid for; the trial ends with the network before it."""
         state = self.state
-        spent = state.budget
         state.restore()
-        state.budget = spent
-        state.decision = Stop(cause="diverged", reason=f"{reason}; rolled back to the end of the stage before")
+        state.spend(min(self._stage.spent, self._room()))
+        state.decision = Stop(cause=end.cause, reason=f"{end.reason}; rolled back to the end of the stage before")
 
     def finish(self) -> FinalRecord:
         """The one look at the test split, and the trial's last word."""
         state = self.state
-        done = state.folder / "final.json"
-        if done.is_file():
-            return FinalRecord.from_dict(json.loads(done.read_text(encoding="utf-8")))
         assert isinstance(state.decision, Stop)
         on_test = evaluate(state.model, state.splits.test, ranks=self.ranks)
-        state.spend(min(state.cost.forward * len(state.splits.test.targets), state.budget.free_flops))
+        state.spend(state.cost.forward * len(state.splits.test.targets))
         last = state.last
         final = FinalRecord(
             trial=self.config.trial,

@@ -37,6 +37,7 @@ class TrialState:
         self.folder = Path(config.folder)
         self.splits: Splits = open_splits(Path(config.data))
         self.restore()
+        self._lost = {"flops": 0, "times": 0}
         self._count_lost_work()
 
     def restore(self) -> None:
@@ -74,6 +75,14 @@ class TrialState:
     def stage(self) -> int:
         """Number of the stage that comes next."""
         return len(self.history)
+
+    @property
+    def final(self) -> FinalRecord | None:
+        """The trial's last word, once it has been said."""
+        try:
+            return FinalRecord.from_dict(json.loads((self.folder / "final.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            return None
 
     @property
     def last(self) -> StageRecord | None:
@@ -135,7 +144,7 @@ class TrialState:
 
     def beat(self, flops: int) -> None:
         """Say how far the stage is, so that a kill now can be accounted for."""
-        self._write("progress.json", {"stage": self.stage, "flops": flops})
+        self._write("progress.json", {"stage": self.stage, "flops": flops, "lost": self._lost})
 
     def write_final(self, final: FinalRecord) -> None:
         """Keep the trial's last word; all ranks wait for it."""
@@ -160,5 +169,7 @@ class TrialState:
                 lost = {}
         lost = self.ranks.broadcast(lost)
         if lost.get("stage") == self.stage:
-            self.flops_wasted += int(lost["flops"])
-            self.attempt += 1
+            before = lost["lost"]
+            self._lost = {"flops": before["flops"] + lost["flops"], "times": before["times"] + 1}
+            self.flops_wasted += self._lost["flops"]
+            self.attempt += self._lost["times"]
