@@ -226,7 +226,7 @@ GROWS_ALL = FixedSteps(
     )
 )
 """Depth, width and data grow, with and without a jumpboard step."""
-BY_SIGNAL = SignalGuided(units=4, tolerance_nats=0.05, inner="copy")
+BY_SIGNAL = SignalGuided(units=4, tolerance_nats=0.05)
 """Certificates decide; on the small trial they find at least one useful block."""
 
 

@@ -27,21 +27,32 @@ def outcomes(trials: list[TrialRecord]) -> list[Outcome]:
     ]
 
 
-def frontier(found: list[Outcome]) -> list[Outcome]:
+SAME_COMPUTE_SHARE = 0.01
+"""Trials whose compute differs by less count as equally dear: budgets are met to a batch, not to a FLOP."""
+
+
+def frontier(found: list[Outcome], *, same_share: float = 0.0) -> list[Outcome]:
     """The outcomes that no other beats on one axis without being worse on the other.
 
     Ties stay: two trials with equal compute and loss are both on the frontier.
 
+    Args:
+        found: Any outcomes; those with NaN are never on the frontier.
+        same_share: Compute that differs by less than this share counts as equal.
+
     Returns:
-        Sorted by compute; empty for an empty list. Outcomes with NaN are never on it.
+        Sorted by compute; empty for an empty list.
     """
     finite = [o for o in found if o.flops == o.flops and o.loss == o.loss]
-    kept = [
-        o
-        for o in finite
-        if not any(p.flops <= o.flops and p.loss <= o.loss and (p.flops < o.flops or p.loss < o.loss) for p in finite)
-    ]
-    return sorted(kept, key=lambda o: (o.flops, o.loss, o.trial))
+
+    def beaten(o: Outcome) -> bool:
+        return any(
+            (p.flops <= o.flops * (1 + same_share) and p.loss < o.loss)
+            or (p.flops < o.flops * (1 - same_share) and p.loss <= o.loss)
+            for p in finite
+        )
+
+    return sorted((o for o in finite if not beaten(o)), key=lambda o: (o.flops, o.loss, o.trial))
 
 
 class Preference(NamedTuple):
@@ -57,7 +68,7 @@ def prefer(found: list[Outcome], *, noise_share: float = 0.02) -> Preference | N
     Returns:
         None where no outcome is finite.
     """
-    unbeaten = frontier([o for o in found if math.isfinite(o.loss)])
+    unbeaten = frontier([o for o in found if math.isfinite(o.loss)], same_share=SAME_COMPUTE_SHARE)
     if not unbeaten:
         return None
     best = min(unbeaten, key=lambda o: o.loss)

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -116,7 +117,8 @@ def run_study(
     try:
         _fit(study_id, folder, at_once=at_once)
     except BaseException as error:
-        tracker.interrupt_study(f"{type(error).__name__}: the driver ended; go on with --resume")
+        with suppress(Exception):  # the study's own error is the one to see
+            tracker.interrupt_study(f"{type(error).__name__}: the driver ended; go on with --resume")
         raise
     finally:
         live.forget(study_id)

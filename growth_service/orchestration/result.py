@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from growth_service.core.budget import Budget
-from growth_service.core.frontier import Outcome, Preference, frontier, outcomes, prefer
+from growth_service.core.frontier import SAME_COMPUTE_SHARE, Outcome, Preference, frontier, outcomes, prefer
 from growth_service.core.records import TrialRecord
 
 
@@ -27,7 +27,7 @@ class StudyResult:
     @property
     def frontier(self) -> list[Outcome]:
         """Schedules that no other beats on compute and validation loss."""
-        return frontier(outcomes(self.trials))
+        return frontier(outcomes(self.trials), same_share=SAME_COMPUTE_SHARE)
 
     @property
     def preference(self) -> Preference | None:

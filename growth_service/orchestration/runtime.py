@@ -7,7 +7,8 @@ DEFAULT_HEALTH_CHECK_INTERVAL_S: float = 0.1
 """How often Train polls its workers: bounds the way of a record to the scheduler (2 s by Ray's default)."""
 
 START_TIMEOUT_S_ENV_VAR = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
-DEFAULT_START_TIMEOUT_S: float = 60.0
+DEFAULT_START_TIMEOUT_S: float = 180.0
+"""How long workers may take to start; on a busy machine of two cores a minute is not enough."""
 
 COLLECTIVE_TIMEOUT_S_ENV_VAR = "RAY_TRAIN_COLLECTIVE_TIMEOUT_S"
 DEFAULT_COLLECTIVE_TIMEOUT_S: float = 600.0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from growth_service.core.frontier import frontier, outcomes
+from growth_service.core.frontier import SAME_COMPUTE_SHARE, frontier, outcomes
 from growth_service.core.records import TrialRecord
 from growth_service.core.units import format_flops
 from growth_service.tracking.placing import Box, Name, elided, place_names
@@ -113,7 +113,7 @@ def frontier_points(trials: list[TrialRecord]) -> list[FrontierPoint]:
 
     Failed trials are drawn but never unbeaten; trials that still run count with their last stage.
     """
-    unbeaten = {o.trial for o in frontier(outcomes(trials))}
+    unbeaten = {o.trial for o in frontier(outcomes(trials), same_share=SAME_COMPUTE_SHARE)}
     return [
         FrontierPoint(
             trial=t.trial,

@@ -37,7 +37,7 @@ class TrialState:
         self.folder = Path(config.folder)
         self.splits: Splits = open_splits(Path(config.data))
         self.restore()
-        self._lost = {"flops": 0, "times": 0}
+        self._lost = {"stage": self.stage, "flops": 0, "times": 0}
         self._count_lost_work()
 
     def restore(self) -> None:
@@ -144,6 +144,8 @@ class TrialState:
 
     def beat(self, flops: int) -> None:
         """Say how far the stage is, so that a kill now can be accounted for."""
+        if self._lost["stage"] != self.stage:
+            self._lost = {"stage": self.stage, "flops": 0, "times": 0}
         self._write("progress.json", {"stage": self.stage, "flops": flops, "lost": self._lost})
 
     def write_final(self, final: FinalRecord) -> None:
@@ -170,6 +172,6 @@ class TrialState:
         lost = self.ranks.broadcast(lost)
         if lost.get("stage") == self.stage:
             before = lost["lost"]
-            self._lost = {"flops": before["flops"] + lost["flops"], "times": before["times"] + 1}
+            self._lost |= {"flops": before["flops"] + lost["flops"], "times": before["times"] + 1}
             self.flops_wasted += self._lost["flops"]
             self.attempt += self._lost["times"]

@@ -9,6 +9,7 @@ import math
 import shutil
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,11 +39,12 @@ from growth_service.training import checkpoint, growing, stage_loop
 from growth_service.training.checkpoint import load_checkpoint
 from growth_service.training.config import TrialConfig
 from growth_service.training.data import open_splits
+from growth_service.training.growing import candidates
 from growth_service.training.ranks import Ranks, weights_digest
 from growth_service.training.stage_loop import run_trial
 
 POLICIES = {"fixed": GROWS_ALL, "signal": BY_SIGNAL}
-BUDGETS = {"fixed": 2_000_000_000, "signal": 4_000_000_000}
+BUDGETS = {"fixed": 2_000_000_000, "signal": 3_000_000_000}
 """Enough for a few batches in each stage; looks and certificates cost more than they train."""
 NOTHING_GROWS = FixedSteps()
 
@@ -120,11 +122,29 @@ def test_the_fixed_trial_grows_depth_width_and_data(undisturbed):
 
 
 def test_the_guided_trial_grows_where_a_certificate_says_so(undisturbed):
-    first, second = undisturbed["signal"].records[:2]
-    assert first.verdict == "useful"
-    best = first.decision["changes"][0]["site"]
-    assert next(c for c in first.certificates if c["site"] == best)["verdict"] == "useful"
-    assert second.step[0].startswith(f"depth@{best}")
+    records = undisturbed["signal"].records[:-1]
+    for record, following in pairwise(records):
+        useful = {c["site"] for c in record.certificates if c["verdict"] == "useful"}
+        grown = {receipt["path"].rpartition(".grown.")[0] for receipt in following.receipts}
+        assert grown <= useful
+    assert any(record.receipts for record in records)
+
+
+def test_the_block_that_was_scored_is_the_block_that_is_inserted(undisturbed):
+    """Its inner weights are random, so only the same stream gives the same block; its projection has moved since."""
+    _, config, records, _ = undisturbed["signal"]
+    stages = Path(config.folder) / "stages"
+    checked = 0
+    for record in records[:-1]:
+        for receipt in (r for r in record.receipts if r["kind"] == "insert"):
+            site = receipt["path"].rpartition(".grown.")[0]
+            looked_at = load_checkpoint(stages / f"{record.stage - 1:03d}").model
+            scored = candidates(looked_at, BY_SIGNAL, stage=record.stage - 1, seed=config.seed)
+            block = next(c.block for c in scored if c.path == site)
+            inserted = load_checkpoint(stages / f"{record.stage:03d}-jumpboard").model.get_submodule(receipt["path"])
+            assert torch.equal(inserted.inner.weight, block.inner.weight)
+            checked += 1
+    assert checked
 
 
 def test_a_trial_learns(undisturbed):
@@ -250,6 +270,19 @@ def test_work_that_is_lost_twice_in_a_stage_is_counted_twice(data, tmp_path):
     assert (first.flops_wasted, first.attempt) == (5 * batch_flops(config), 2)
 
 
+@pytest.mark.usefixtures("beats_always")
+def test_work_that_is_lost_in_one_stage_is_not_counted_again_in_the_next(data, tmp_path):
+    config = trial_config(tmp_path / "trial", data=data)
+    interrupt_training(config, step=3)
+    loop = run_trial(config, ranks=Ranks())
+    next(loop)
+    with StepCounter(raise_at=0), pytest.raises(Interrupted):
+        next(loop)
+    told = json.loads((tmp_path / "trial" / "progress.json").read_text())
+    _, second, *_ = run_to_end(config)
+    assert (second.flops_wasted, second.attempt) == (3 * batch_flops(config) + told["flops"], 2)
+
+
 # --- several processes ----------------------------------------------------------------------------
 
 
@@ -316,7 +349,7 @@ def shared(tmp_path_factory, data):
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_several_ranks_give_the_records_and_weights_of_one(undisturbed, shared, policy, world_size):
     """Digests of the weights are among what is compared."""
-    wanted = json.loads(json.dumps(comparable(undisturbed[policy][1])))
+    wanted = json.loads(json.dumps(comparable(undisturbed[policy].records)))
     for seen in shared[world_size]:
         assert seen[policy] == wanted
 

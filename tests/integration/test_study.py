@@ -164,7 +164,8 @@ def test_pruned_and_failed_trials_never_block_the_next(storage):
         name="ends",
         search__schedules=schedules,
         search__concurrent_trials=1,
-        scheduler={"prune_ratio": 1.01, "grace_share": 0.0},
+        budget__trial="12 GFLOP",
+        scheduler={"prune_ratio": 1.5, "grace_share": 0.0},
     )
     result = run_job(job)
     causes = {t.trial: t.final.cause for t in result.trials}

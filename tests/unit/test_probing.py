@@ -259,12 +259,12 @@ def test_no_site_is_refused():
 
 
 def test_held_out_inputs_that_are_not_numbers_are_refused():
-    with pytest.raises(UserError, match="loss of a probe batch is nan: the network diverged or its inputs"):
+    with pytest.raises(UserError, match=r"loss of a probe batch is nan.*inputs are not finite"):
         run(VectorNet(), sites=["stem"], batches=[(VECTORS[0] * np.nan, VECTORS[1])])
 
 
 def test_training_inputs_that_are_not_numbers_are_refused():
-    with pytest.raises(UserError, match="loss of a probe batch is nan: the network diverged or its inputs"):
+    with pytest.raises(UserError, match=r"loss of a probe batch is nan.*inputs are not finite"):
         run(VectorNet(), sites=["stem"], train_batches=[(VECTORS[0] * np.nan, VECTORS[1])])
 
 
