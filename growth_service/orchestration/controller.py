@@ -125,7 +125,7 @@ def run_study(
         board.close_board(actor)
     ended = time.monotonic()
     trials = [study.done[name] for name in sorted(study.done, key=lambda n: study.planned[n].index)]
-    first = watch.first_step or ended
+    first = max(watch.first_step or ended, started)
     result = StudyResult(
         name=folder.name,
         folder=str(folder.path),
