@@ -22,6 +22,7 @@ from growth_service.orchestration.trial import run_train
 from growth_service.spec import JobSpec
 from growth_service.tracking.base import Tracker
 from growth_service.training.datasets import prepare
+from growth_service.training.ranks import one_thread
 
 
 class _Watch:
@@ -49,6 +50,7 @@ def prepare_study(job: JobSpec, folder: StudyFolder) -> dict[str, Any]:
     Returns:
         The description of the prepared data set.
     """
+    one_thread()  # also this process shares the cores with its trials
     data = prepare(
         job.data.name,
         folder=job.data.folder,

@@ -29,17 +29,21 @@ from torch_helpers import (
     trial_config,
 )
 
+from growth_service.blocks import flatten_projection
 from growth_service.core.decisions import Stop, TrainOn
 from growth_service.core.records import FinalRecord, StageRecord
 from growth_service.core.schedule import AddBlock, AddData, FixedSteps
 from growth_service.errors import RankDisagreementError, UserError
 from growth_service.models import build
 from growth_service.models.flops import FlopCounter, flops_per_sample
+from growth_service.probing import Candidate, jumpboard
+from growth_service.probing.jumpboard import clipped_direction
 from growth_service.training import checkpoint, growing, stage_loop
 from growth_service.training.checkpoint import load_checkpoint
 from growth_service.training.config import TrialConfig
 from growth_service.training.data import open_splits
-from growth_service.training.growing import candidates
+from growth_service.training.evaluate import loss_sum
+from growth_service.training.growing import candidates, new_block
 from growth_service.training.ranks import Ranks, weights_digest
 from growth_service.training.stage_loop import run_trial
 
@@ -488,6 +492,29 @@ def test_the_terms_of_every_ledger_add_up(trial):
         assert ledger["delta_erm"] >= 0
 
 
+def test_a_jumpboard_takes_its_direction_and_its_size_from_different_training_samples(undisturbed, data):
+    """From even and from odd ones, of the first 64."""
+    _, config, _, _ = undisturbed["fixed"]
+    stages = Path(config.folder) / "stages"
+    before, after = (load_checkpoint(stages / name).model for name in ("000", "001-jumpboard"))
+    train = open_splits(Path(data)).train
+    even, odd = ([(train.inputs[first:64:2], train.targets[first:64:2])] for first in (0, 1))
+    change = GROWS_ALL.after(0)[0]
+    block = new_block(before, change, stage=0, seed=config.seed)
+    common = {"loss": loss_sum, "reduction": "sum"}
+    direction, _ = clipped_direction(
+        before,
+        candidate=Candidate(path=change.site, block=block),
+        batches=even,
+        ridge=1e-3,
+        mapper=Ranks().map,
+        **common,
+    )
+    leap = jumpboard(before, site=change.site, block=block, direction=direction, batches=odd, **common)
+    found = after.get_submodule(f"{change.site}.grown.0").project
+    assert torch.equal(flatten_projection(found), torch.from_numpy(leap.matrix_DK).float())
+
+
 def test_a_step_that_keeps_the_function_has_the_old_network_for_its_jumpboard(undisturbed):
     _, second, third = undisturbed["fixed"].records[:3]
     assert third.ledger["jumpboard_val"] == third.ledger["old_val"]
@@ -572,9 +599,17 @@ def test_training_that_ends_above_the_jumpboard_is_undone(data, tmp_path):
 def test_training_that_ends_above_the_stage_before_is_undone_and_goes_on_at_half_the_rate(data, tmp_path):
     arguments = {"data": data, "policy": NOTHING_GROWS, "num_stages": 3}
     first = next(run_trial(trial_config(tmp_path / "trial", **arguments), ranks=Ranks()))
-    _, second, third, _ = run_to_end(trial_config(tmp_path / "trial", learning_rate=5.0, **arguments))
+    rates = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    loop = run_trial(trial_config(tmp_path / "trial", learning_rate=5.0, **arguments), ranks=Ranks())
+    _, second = next(loop), next(loop)
+    first_rates, rates = rates, []
+    third = next(loop)
+    handle.remove()
     assert (second.fallback, second.digest, second.loss_train) == (True, first.digest, first.loss_train)
     assert third.fallback
+    assert max(first_rates) == pytest.approx(5.0, rel=0.05)  # a stage of a few steps may step over its peak
+    assert max(rates) == pytest.approx(2.5, rel=0.05)
     stages = Path(tmp_path / "trial" / "stages")
     assert [load_checkpoint(stages / n).streams["rate_scale"] for n in ("000", "001", "002")] == [1.0, 0.5, 0.25]
     assert load_checkpoint(stages / "001").optimizer_state == {}  # it failed, so it starts anew

@@ -34,6 +34,7 @@ from growth_service.growth.surgery import new_units
 from growth_service.models import default_block_config, sites
 from growth_service.models.flops import counted, flops_per_sample
 from growth_service.probing import Candidate, jumpboard, probe
+from growth_service.probing.jumpboard import clipped_direction
 
 F64 = torch.float64
 NUM = 24
@@ -83,12 +84,12 @@ def stream(net, inputs):
         return net.stem(inputs)
 
 
-def gradient_rows(net, inputs, targets):
+def gradient_rows(net, inputs, targets, *, loss=per_sample):
     """dl/dz of each sample by a backward pass of its own. ``[N, entries of one stream]``."""
     rows = []
     for i in range(len(targets)):
         z = stream(net, inputs[i : i + 1]).requires_grad_()
-        per_sample(net.top(z), targets[i : i + 1]).sum().backward()
+        loss(net.top(z), targets[i : i + 1]).sum().backward()
         rows.append(z.grad.flatten().numpy())
     return np.array(rows)
 
@@ -481,6 +482,30 @@ def test_the_jumpboard_is_the_network_with_its_step_really_inserted(kind):
         assert float(LOSSES["mean"](net(inputs), targets)) == pytest.approx(leap.loss_before, rel=1e-12)
         z = stream(net, inputs)
         assert float(inserted(z).norm() / z.norm()) == pytest.approx(leap.relative_step, rel=1e-9)
+
+
+def test_the_direction_of_a_jumpboard_clips_the_gradients_of_a_few_samples():
+    """Gradients longer than 99 % of all are shortened to that length before they are averaged."""
+
+    def energy(outputs, _targets):
+        return outputs.square().sum(dim=1)
+
+    net, block, inputs, targets = case("vector", num=150)
+    inputs[3] *= 40.0  # one sample far away, with a gradient far longer than the others
+    g_NE, jac_NEQ = gradient_rows(net, inputs, targets, loss=energy), tangents(block, stream(net, inputs))
+    norms_N = np.linalg.norm(g_NE, axis=1)
+    limit = np.quantile(norms_N, 0.99)
+    clipped_NE = g_NE * np.minimum(1.0, limit / norms_N)[:, None]
+    q_QQ, _ = naive_whitener(block, stream(net, inputs), ridge=0.01)
+    wanted = -(np.einsum("neq,ne->q", jac_NEQ, clipped_NE) / 150) @ q_QQ @ q_QQ
+
+    found, _ = clipped_direction(
+        net, candidate=Candidate(path="stem", block=block), batches=split(inputs, targets, [70, 80]),
+        loss=energy, reduction="none", ridge=0.01, mapper=lambda function, items: [function(i) for i in items],
+    )  # fmt: skip
+
+    assert norms_N.max() > 2 * limit
+    np.testing.assert_allclose(found.flatten(), wanted, rtol=1e-9, atol=1e-9 * np.abs(wanted).max())
 
 
 def test_the_jumpboard_takes_the_best_step_of_its_grid():

@@ -10,10 +10,21 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch_helpers import FAMILY_SPECS, family, family_data, generator, normal, same, trial_config
+from torch_helpers import (
+    FAMILY_BLOCKS,
+    FAMILY_SITES,
+    FAMILY_SPECS,
+    family,
+    family_data,
+    generator,
+    normal,
+    same,
+    trial_config,
+)
 
+from growth_service.core.schedule import AddBlock, AddUnits, SignalGuided
 from growth_service.core.streams import stream_seed
-from growth_service.errors import CheckpointError, DataNotFoundError, RankDisagreementError, UserError
+from growth_service.errors import CheckpointError, DataNotFoundError, RankDisagreementError, SiteError, UserError
 from growth_service.growth import growth_log, insert_block, widen
 from growth_service.training import datasets
 from growth_service.training.batches import DataPosition, chunks_of, next_indices, shards_of
@@ -30,6 +41,7 @@ from growth_service.training.data import Split, open_splits, subset_size
 from growth_service.training.datasets import prepare
 from growth_service.training.evaluate import evaluate, loss_sum
 from growth_service.training.gradients import ShardedGradients
+from growth_service.training.growing import candidates, new_block, new_branch
 from growth_service.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from growth_service.training.ranks import Ranks, check_world, tree_sum, weights_digest
 
@@ -456,6 +468,56 @@ def test_the_digest_of_weights_sees_every_bit_and_every_name():
         model.get_parameter("head.bias")[2] = 1e-45
     assert weights_digest(model) != digest
     assert weights_digest(nn.Sequential(nn.Linear(1, 1))) != weights_digest(nn.ModuleDict({"1": nn.Linear(1, 1)}))
+
+
+# --- candidates -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [("depth",), ("width",), ("depth", "width", "data")])
+def test_candidates_are_new_blocks_at_every_site_and_new_units_in_every_block_that_may_grow(axes):
+    found = candidates(family("resnet"), SignalGuided(axes=axes, units=4), stage=0, seed=0)
+    wanted = [("depth", site) for site in FAMILY_SITES["resnet"]] if "depth" in axes else []
+    wanted += [("width", block) for block in FAMILY_BLOCKS["resnet"]] if "width" in axes else []
+    assert [(c.kind, c.path) for c in found] == wanted
+
+
+def test_a_policy_that_grows_data_alone_looks_at_depth():
+    found = candidates(family("resnet"), SignalGuided(axes=("data",)), stage=0, seed=0)
+    assert [(c.kind, c.path) for c in found] == [("depth", site) for site in FAMILY_SITES["resnet"]]
+
+
+def test_a_step_at_a_module_that_is_no_site_is_refused():
+    with pytest.raises(SiteError, match="head"):
+        new_block(family("mlp"), AddBlock(site="head"), stage=0, seed=0)
+
+
+def test_units_for_a_module_that_is_no_block_are_refused():
+    with pytest.raises(SiteError, match="head"):
+        new_branch(family("mlp"), AddUnits(block="head", units=2), stage=0, seed=0)
+
+
+def test_copied_inner_weights_are_those_of_the_nearest_block():
+    model = family("mlp")
+    found = candidates(model, SignalGuided(axes=("depth",), inner="copy"), stage=0, seed=0)
+    for candidate, near in zip(found, (0, 0, 1), strict=True):  # before the first block: the first one
+        block = model.get_submodule(f"groups.0.blocks.{near}.branch")
+        assert torch.equal(candidate.block.inner.weight, block.inner.weight)
+        assert candidate.block.is_zero
+
+
+@pytest.mark.parametrize("change", [{"stage": 1}, {"seed": 1}])
+def test_random_inner_weights_are_new_in_each_stage_and_for_each_seed(change):
+    policy = SignalGuided(axes=("depth",))
+    (first, *_), (other, *_), (again, *_) = (
+        candidates(family("mlp"), policy, **{"stage": 0, "seed": 0} | c) for c in ({}, change, {})
+    )
+    assert torch.equal(first.block.inner.weight, again.block.inner.weight)
+    assert not torch.equal(first.block.inner.weight, other.block.inner.weight)
+
+
+def test_random_inner_weights_differ_from_site_to_site():
+    found = candidates(family("mlp"), SignalGuided(axes=("depth",)), stage=0, seed=0)
+    assert len({tuple(c.block.inner.weight.flatten().tolist()) for c in found}) == len(found)
 
 
 # --- evaluation -----------------------------------------------------------------------------------
