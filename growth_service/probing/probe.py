@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 R_MAX_RANGE = (0.05, 0.3)
 R_MAX_WITHOUT_BLOCKS = 0.1
+FEW = 8
+"""Samples from which the cost of a probe is estimated."""
 MAX_UNITS = 2048
 """Independent units per look; more are left for the next look."""
 
@@ -298,6 +300,13 @@ def _serially(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]
     return [function(item) for item in items]
 
 
+class Estimate(NamedTuple):
+    """What a probe will cost at most, and what it cost to find out."""
+
+    flops: int
+    cost: int
+
+
 def estimate_flops(
     model: nn.Module,
     *,
@@ -307,15 +316,18 @@ def estimate_flops(
     loss: Loss,
     reduction: Reduction,
     level: float,
-) -> int:
-    """What a probe will cost at most, from the first batch of each kind (later ones are no larger)."""
+) -> Estimate:
+    """What a probe will cost at most, from a few samples of each kind, scaled up.
+
+    An upper limit: of few samples a larger share enters the second moment, and all sign flips are counted.
+    """
     chosen = list(candidates)
-    seen = collect.moments(model, chosen, train_batches[0], first=0, loss=loss, reduction=reduction)
+    seen = collect.moments(model, chosen, _few(train_batches), first=0, loss=loss, reduction=reduction)
     shapes = [s.cross_DK.shape for s in seen.sites]
     looked = collect.units(
         model,
         chosen,
-        batches[0],
+        _few(batches),
         inv_sqrt=[np.eye(k) for _, k in shapes],
         train_whitened=[np.zeros(shape) for shape in shapes],
         loss=loss,
@@ -323,9 +335,12 @@ def estimate_flops(
         sketch_seed=0,
     )
     num_held_out = sum(len(b[1]) for b in batches)
-    passes = seen.flops * len(train_batches) + looked.flops * len(batches)
+    passes = sum(
+        part.flops * -(-sum(len(b[1]) for b in listed) // part.num_samples)
+        for part, listed in ((seen, train_batches), (looked, batches))
+    )
     resamples = math.ceil(20 * len(chosen) / level)
-    return passes + sum(
+    certificates = sum(
         cert.certificate_flops(
             num_units=min(num_held_out, MAX_UNITS),
             numbers=min(d * k, collect.MAX_UNIT_NUMBERS),
@@ -334,3 +349,10 @@ def estimate_flops(
         )
         for d, k in shapes
     )
+    return Estimate(flops=passes + certificates, cost=seen.flops + looked.flops)
+
+
+def _few(batches: Sequence[Batch]) -> Batch:
+    """The first samples of the first batch."""
+    inputs, targets = batches[0]
+    return inputs[:FEW], targets[:FEW]

@@ -4,7 +4,7 @@ Inner weights of a candidate depend on (trial seed, stage, kind, path) alone, so
 was scored is the block that is inserted, on every rank and after every resume.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn, optim
@@ -13,9 +13,11 @@ from growth_service.blocks import Block, block_from_config, set_projection
 from growth_service.core.receipts import Receipt
 from growth_service.core.schedule import AddBlock, AddData, AddUnits, Change, SignalGuided
 from growth_service.core.streams import stream_seed
+from growth_service.errors import SiteError
 from growth_service.growth import insert_block, widen
 from growth_service.growth.surgery import new_units, record_jumpboard
 from growth_service.models import default_block_config, neighbour, resolve, sites
+from growth_service.models.flops import FlopCounter
 from growth_service.models.sites import blocks_of
 from growth_service.probing import Candidate, Jumpboard, jumpboard
 from growth_service.probing.jumpboard import clipped_direction
@@ -44,7 +46,8 @@ def new_block(model: nn.Module, change: AddBlock, *, stage: int, seed: int) -> B
     site = next((s for s in sites(model) if s.path == change.site), None)
     if site is None:
         resolve(model, change.site)  # says which paths exist
-        raise AssertionError(f"{change.site} is a module but no site")
+        known = ", ".join(s.path for s in sites(model))
+        raise SiteError(f"{change.site!r} is no site of this network: use one of {known}")
     generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", stage, "depth", change.site))
     block = block_from_config(default_block_config(model, site), generator=generator)
     near = neighbour(model, site)
@@ -58,7 +61,9 @@ def new_block(model: nn.Module, change: AddBlock, *, stage: int, seed: int) -> B
 def new_branch(model: nn.Module, change: AddUnits, *, stage: int, seed: int) -> Block:
     """The new hidden units of a width step."""
     host = resolve(model, change.block)
-    assert isinstance(host, Block), change.block
+    if not isinstance(host, Block):
+        known = ", ".join(blocks_of(model))
+        raise SiteError(f"{change.block!r} is no block of this network: use one of {known}")
     generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", stage, "width", change.block))
     return new_units(host, units=change.units, generator=generator)
 
@@ -108,65 +113,84 @@ def take_step(
     """
     taken = StepTaken()
     check = train.inputs[: min(64, subset)]
+    folds = _folds(train, min(subset, fold_limit))
     for change in changes:
         words = str(change)
         match change:
             case AddBlock():
-                words += _add_block(model, change, taken, check, decided_after=decided_after, seed=seed,
-                                    optimizer=optimizer, folds=_folds(train, min(subset, fold_limit)), ridge=ridge,
-                                    ranks=ranks)  # fmt: skip
+                block = new_block(model, change, stage=decided_after, seed=seed)
+                leap = _line_search(model, change, block, folds, ridge=ridge, ranks=ranks) if change.jumpboard else None
+                words += _add_block(model, change, block, leap, taken, check, optimizer=optimizer)
             case AddUnits():
                 branch = new_branch(model, change, stage=decided_after, seed=seed)
-                unused = torch.Generator()
-                taken.receipts.append(
-                    widen(
-                        model, site=change.block, units=branch, generator=unused, optimizer=optimizer, check_batch=check
+                with FlopCounter() as counter:  # the outputs on the check batch cost something too
+                    receipt = widen(
+                        model,
+                        site=change.block,
+                        units=branch,
+                        generator=torch.Generator(),
+                        optimizer=optimizer,
+                        check_batch=check,
                     )
-                )
+                taken.receipts.append(receipt)
+                taken.flops += counter.flops
             case AddData(share=share):
                 taken.data_share = share
         taken.words.append(words)
     return taken
 
 
+def _line_search(
+    model: nn.Module,
+    change: AddBlock,
+    block: Block,
+    folds: tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]],
+    *,
+    ridge: float,
+    ranks: Ranks,
+) -> Jumpboard:
+    """The jumpboard of a new block: direction from one fold, size from the other; its cost is all of both."""
+    candidate = Candidate(path=change.site, block=block)
+    direction, flops = clipped_direction(
+        model, candidate=candidate, batches=folds[0], loss=loss_sum, reduction="sum", ridge=ridge, mapper=ranks.map
+    )
+    leap = jumpboard(
+        model,
+        site=change.site,
+        block=block,
+        direction=direction,
+        batches=folds[1],
+        loss=loss_sum,
+        reduction="sum",
+        mapper=ranks.map,
+    )
+    return replace(leap, flops=leap.flops + flops)
+
+
 def _add_block(
     model: nn.Module,
     change: AddBlock,
+    block: Block,
+    leap: Jumpboard | None,
     taken: StepTaken,
     check: Tensor,
     *,
-    decided_after: int,
-    seed: int,
     optimizer: optim.Optimizer,
-    folds: tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]],
-    ridge: float,
-    ranks: Ranks,
 ) -> str:
-    """Insert the block exactly; then, if asked for, move it one line-searched step."""
-    block = new_block(model, change, stage=decided_after, seed=seed)
-    leap: Jumpboard | None = None
-    if change.jumpboard:
-        candidate = Candidate(path=change.site, block=block)
-        direction, flops = clipped_direction(
-            model, candidate=candidate, batches=folds[0], loss=loss_sum, reduction="sum", ridge=ridge, mapper=ranks.map
+    """Insert the block exactly; then, if a line search found a step, move it there. Returns words for the step."""
+    with FlopCounter() as counter:
+        receipt = insert_block(
+            model, site=change.site, block=block, generator=torch.Generator(), optimizer=optimizer, check_batch=check
         )
-        leap = jumpboard(
-            model, site=change.site, block=block, direction=direction, batches=folds[1], loss=loss_sum,
-            reduction="sum", mapper=ranks.map,
-        )  # fmt: skip
-        taken.flops += flops + leap.flops
-    receipt = insert_block(
-        model, site=change.site, block=block, generator=torch.Generator(), optimizer=optimizer, check_batch=check
-    )
-    taken.receipts.append(receipt)
-    if leap is None or leap.relative_step == 0:
-        return ""
-    before = _outputs(model, check)
-    set_projection(block.project, torch.from_numpy(leap.matrix_DK))
-    change_seen = float((_outputs(model, check) - before).abs().max())
-    taken.receipts.append(record_jumpboard(model, path=receipt.path, output_change=change_seen))
-    taken.moved = True
-    return f" (jumpboard {leap.relative_step:g})"
+        taken.receipts.append(receipt)
+        if leap is not None and leap.relative_step > 0:
+            before = _outputs(model, check)
+            set_projection(block.project, torch.from_numpy(leap.matrix_DK))
+            change_seen = float((_outputs(model, check) - before).abs().max())
+            taken.receipts.append(record_jumpboard(model, path=receipt.path, output_change=change_seen))
+            taken.moved = True
+    taken.flops += counter.flops + (leap.flops if leap is not None else 0)
+    return f" (jumpboard {leap.relative_step:g})" if leap is not None and leap.relative_step > 0 else ""
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from typing import Any
 
 from growth_service.core.schedule import GrowthSchedule, SignalGuided
 from growth_service.probing import SaturationReport, probe
-from growth_service.probing.probe import estimate_flops
+from growth_service.probing.probe import Estimate, estimate_flops
 from growth_service.training.batches import chunks_of
 from growth_service.training.evaluate import CHUNK, loss_sum
 from growth_service.training.growing import candidates
@@ -28,10 +28,12 @@ def look(state: TrialState, schedule: GrowthSchedule) -> SaturationReport | None
     )
 
 
-def look_estimate(state: TrialState, schedule: GrowthSchedule) -> int:
-    """FLOPs that the next look will cost, about; 0 where there is none."""
+def look_estimate(state: TrialState, schedule: GrowthSchedule) -> Estimate:
+    """FLOPs that the next look will cost at most, and the cost of finding out; zeros where there is none."""
     inputs = _inputs(state, schedule)
-    return 0 if inputs is None else estimate_flops(state.model, loss=loss_sum, reduction="sum", **inputs)
+    if inputs is None:
+        return Estimate(flops=0, cost=0)
+    return estimate_flops(state.model, loss=loss_sum, reduction="sum", **inputs)
 
 
 def _inputs(state: TrialState, schedule: GrowthSchedule) -> dict[str, Any] | None:

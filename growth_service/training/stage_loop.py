@@ -108,6 +108,8 @@ class _Stage:
     """Loss on the training subset that the stage must not end above."""
     trained_s: float = 0.0
     fallback: bool = False
+    look_flops: int = 0
+    """What the look after the stage will cost at most."""
     blind: bool = False
     """True where the budget did not pay for the look that was due."""
 
@@ -161,6 +163,10 @@ class StageLoop:
             state.save(f"{stage.number:03d}-jumpboard", jumpboard=True)
         elif old is not None:
             stage.floor = old.loss_train
+        estimate = look_estimate(state, self.schedule)
+        stage.look_flops = estimate.flops
+        state.flops_probe += estimate.cost
+        self._pay(stage, estimate.cost)
 
     def _grow(self, decision: Grow, stage: _Stage) -> StepTaken:
         state = self.state
@@ -216,30 +222,28 @@ class StageLoop:
         at_the_end: int = state.cost.forward * len(state.splits.test.targets)
         return max(0, state.budget.free_flops - at_the_end)
 
-    def planned_batches(self, *, already: int = 0) -> int:
+    def planned_batches(self, *, already: int = 0, look_flops: int | None = None) -> int:
         """Global batches of the coming stage: what its equal share of the rest of the budget pays for.
 
         One at least, as long as the rest of the budget pays for it.
 
         Args:
             already: FLOPs that the stage has cost so far (its grow step).
+            look_flops: What its look will cost at most; None: find out.
         """
-        room, others = self._room(), already + self.overhead_flops()
-        share = room // (self.schedule.num_stages - self.state.stage)
-        per_batch: int = self.config.training["batch_size"] * self.state.cost.train
+        state = self.state
+        look_flops = look_estimate(state, self.schedule).flops if look_flops is None else look_flops
+        evaluations: int = state.cost.forward * (state.subset + len(state.splits.val.targets))
+        room, others = self._room(), already + evaluations + look_flops
+        share = room // (self.schedule.num_stages - state.stage)
+        per_batch: int = self.config.training["batch_size"] * state.cost.train
         at_least = 1 if room - others >= per_batch else 0
         return max(at_least, (share - others) // per_batch)
-
-    def overhead_flops(self) -> int:
-        """What the coming stage costs besides training and its grow step: evaluations and the probe."""
-        state = self.state
-        evaluations: int = state.cost.forward * (state.subset + len(state.splits.val.targets))
-        return evaluations + look_estimate(state, self.schedule)
 
     def _train(self, stage: _Stage) -> None:
         """Train for as many global batches as the stage pays for."""
         state, settings = self.state, self.config.training
-        num_batches = self.planned_batches(already=stage.spent)
+        num_batches = self.planned_batches(already=stage.spent, look_flops=stage.look_flops)
         self._check_trainable(stage, num_batches)
         started = last_beat = time.perf_counter()
         per_batch: int = settings["batch_size"] * state.cost.train
@@ -292,7 +296,7 @@ class StageLoop:
     def _look(self, stage: _Stage) -> SaturationReport | None:
         """Probe, where the policy looks and the budget pays for it."""
         state = self.state
-        if look_estimate(state, self.schedule) > self._room() - stage.spent:
+        if stage.look_flops > self._room() - stage.spent:
             stage.blind = True
             return None
         report = look(state, self.schedule)
