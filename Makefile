@@ -1,7 +1,7 @@
-# Everything here sets up what it needs: a machine with Python >= 3.11, make and pip is enough.
+# Everything here sets up what it needs: a machine with Python 3.11 or 3.12, make and pip is enough.
 # The first call installs (about 4 minutes); later calls start at once.
 
-PYTHON ?= python3
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -15,8 +15,7 @@ help:  ## This list
 setup: $(STAMP)  ## Create .venv and install the package with its test and lint tools
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
-	  || { echo "needs Python 3.11 or 3.12: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "needs Python 3.11 or 3.12: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,lint]'
 	@touch $(STAMP)

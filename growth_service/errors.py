@@ -33,6 +33,10 @@ class SiteError(UserError):
     """A path does not name a place where a block can be inserted."""
 
 
+class NotFiniteError(UserError):
+    """A loss or a feature is NaN or infinite: the network diverged, or its inputs are not finite."""
+
+
 class CheckpointError(GrowthError):
     """A checkpoint is damaged, incomplete, or of an unknown format version."""
 

@@ -150,7 +150,7 @@ class SuggestSpec(_Spec):
     space: str
     """A space of ``search_spaces``, for example ``joint_space``."""
     trials: Count
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the sampler."""
 
 
@@ -309,7 +309,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise JobFileError(f"job file {path} has {size} bytes, at most {MAX_JOB_BYTES} are read: is it the right file?")
     try:
         data = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
@@ -331,7 +331,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         place = _step_into(place, part, override, create=True)
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise JobFileError(
             f"--set {override!r}: the value is not valid YAML ({getattr(error, 'problem', error)})"
         ) from None

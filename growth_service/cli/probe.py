@@ -10,6 +10,8 @@ from growth_service.cli.console import emit_json, out
 from growth_service.core.units import parse_quantity
 from growth_service.errors import UserError
 
+PICTURES = (".png", ".pdf", ".svg")
+
 
 def probe_command(
     model: str,
@@ -24,6 +26,8 @@ def probe_command(
     as_json: bool,
 ) -> None:
     """Find the network, probe it, print certificates and what to do next."""
+    if plot is not None and plot.suffix.lower() not in PICTURES:
+        raise UserError(f"--plot {plot}: a picture's name must end in one of {', '.join(PICTURES)}")
     nats = None if tolerance is None else parse_quantity(tolerance, dimension="nats")
     checkpoint = _checkpoint_folder(model, uri=uri, storage=storage)
     from growth_service.training.probe_checkpoint import probe_checkpoint

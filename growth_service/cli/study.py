@@ -18,7 +18,7 @@ from dashboards.terminal import study_summary
 from growth_service.cli.console import emit_json, err, out
 from growth_service.core.records import StageRecord, TrialRecord
 from growth_service.core.units import format_seconds
-from growth_service.errors import GrowthError, UserError
+from growth_service.errors import UserError
 from growth_service.orchestration import resources, storage
 from growth_service.spec import JobSpec, load_job
 from search_spaces import listed_schedules
@@ -59,19 +59,30 @@ def run_job(job: JobSpec, *, resume: bool = False, observer: Any = None, job_tex
     started = time.monotonic()
     check_light(job)
     folder = storage.open_study(job, resume=resume)
-    if resume and folder.state()["status"] == "finished":
-        raise UserError(
-            f"study {folder.name!r} is finished: there is nothing to resume; see growth compare {folder.name}"
-        )
-    try:
-        from growth_service.orchestration import controller
-        from growth_service.tracking.mlflow_writer import MlflowTracker
+    with folder.locked():
+        try:
+            return _run_in(folder, job, started=started, resume=resume, observer=observer, job_text=job_text)
+        except BaseException:
+            if not resume and not any(folder.trials.iterdir()):
+                shutil.rmtree(folder.path, ignore_errors=True)  # nothing has run: leave nothing behind
+            raise
 
-        data = controller.prepare_study(job, folder)
-    except GrowthError:
-        if not resume:
-            shutil.rmtree(folder.path, ignore_errors=True)  # nothing has run: leave nothing behind
-        raise
+
+def _run_in(
+    folder: storage.StudyFolder, job: JobSpec, *, started: float, resume: bool, observer: Any, job_text: str | None
+) -> "StudyResult":
+    from growth_service.training.datasets import prepare_for
+
+    prepare_for(job, folder.data)  # before torch and Ray are loaded: data that is missing is said at once
+    from growth_service.orchestration import controller
+    from growth_service.tracking.mlflow_writer import MlflowTracker
+
+    data = controller.prepare_study(job, folder)
+    uri = tracking_uri(job)
+    try:
+        tracker = MlflowTracker(uri, job.mlflow.experiment)
+    except OSError as error:
+        raise UserError(f"MLflow's store {uri} cannot be opened ({error}): change mlflow.tracking_uri") from error
     prepared = time.monotonic()
     with embedded_ray():
         ray_up = time.monotonic()
@@ -79,7 +90,7 @@ def run_job(job: JobSpec, *, resume: bool = False, observer: Any = None, job_tex
             job,
             folder=folder,
             data=data,
-            tracker=MlflowTracker(tracking_uri(job), job.mlflow.experiment),
+            tracker=tracker,
             observer=observer or _Silent(),
             job_text=job_text or job.model_dump_json(indent=1),
             resumed=resume,
@@ -131,6 +142,8 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
         out().print(study_summary(result.trials, result.frontier, result.preference))
         _print_phases(console, result.phases_s, wall_s=time.monotonic() - started, cpu_s=result.machine["cpu_s"])
         _print_next(out(), job, result)
+    if result.not_started:
+        console.print(f"{result.not_started} trials were not started: budget.study is used up", style="yellow")
     for trial in result.failed:
         reason = trial.final.reason if trial.final else "unfinished"
         console.print(f"trial {trial.trial} failed: {reason}", style="red", soft_wrap=True)
@@ -168,6 +181,8 @@ def tree_cpu_seconds() -> float:
 def _print_next(console: Console, job: JobSpec, result: "StudyResult") -> None:
     root = job.storage
     at = "" if root == "growth-runs" else f" --storage {root}"
+    if job.mlflow.tracking_uri is not None:
+        at += f" --tracking-uri {job.mlflow.tracking_uri}"
     guided = next((t.trial for t in result.trials if any(r.verdict for r in t.stages)), result.trials[0].trial)
     console.print(Text("\nLook further:", style="bold"))
     for command, what in (

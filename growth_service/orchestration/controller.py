@@ -21,7 +21,7 @@ from growth_service.orchestration.storage import StudyFolder
 from growth_service.orchestration.trial import run_train
 from growth_service.spec import JobSpec
 from growth_service.tracking.base import Tracker
-from growth_service.training.datasets import prepare
+from growth_service.training.datasets import prepare_for
 from growth_service.training.ranks import one_thread
 
 
@@ -51,13 +51,7 @@ def prepare_study(job: JobSpec, folder: StudyFolder) -> dict[str, Any]:
         The description of the prepared data set.
     """
     one_thread()  # also this process shares the cores with its trials
-    data = prepare(
-        job.data.name,
-        folder=job.data.folder,
-        seed=job.seed,
-        target=folder.data,
-        limits={str(part): limit for part, limit in job.data.limits.items()},
-    )
+    data = prepare_for(job, folder.data)
     trials = plan.planned_trials(job)
     plan.check_networks(job, trials, data)
     plan.check_budgets(job, trials, data, folder=folder.path)
@@ -135,6 +129,7 @@ def run_study(
         budget=study.budget,
         decisions=study.decisions,
         phases_s={"to the first training step": first - started, "trials": ended - first},
+        not_started=study.not_started,
         resumed=resumed,
     )
     tracker.close_study(trials, summary=_summary(result), ok=not result.failed)

@@ -9,7 +9,7 @@ from growth_service.models.sites import size_of
 from growth_service.orchestration import plan, resources
 from growth_service.spec import JobSpec
 from growth_service.training.batches import next_indices, shards_of
-from growth_service.training.datasets import prepare
+from growth_service.training.datasets import prepare_for
 from growth_service.training.evaluate import loss_sum
 from growth_service.training.ranks import one_thread
 from growth_service.training.stage_loop import StageLoop
@@ -31,13 +31,7 @@ def cost_of(job: JobSpec, *, folder: Path) -> dict[str, Any]:
         FLOPs, expected seconds, bytes of checkpoints.
     """
     one_thread()
-    data = prepare(
-        job.data.name,
-        folder=job.data.folder,
-        seed=job.seed,
-        target=folder / "data",
-        limits={str(part): limit for part, limit in job.data.limits.items()},
-    )
+    data = prepare_for(job, folder / "data")
     trials = plan.planned_trials(job)
     plan.check_networks(job, trials, data)
     first = plan.check_budgets(job, trials, data, folder=folder)

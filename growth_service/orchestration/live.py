@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from growth_service.core.budget import Budget
 from growth_service.core.decisions import decision_from_dict, decision_to_dict
 from growth_service.core.records import FinalRecord, StageRecord, TrialRecord
+from growth_service.errors import WorkFailedError
 from growth_service.orchestration.plan import PlannedTrial, suggested_trial, trial_config
 from growth_service.orchestration.referee import Referee, Verdict
 from growth_service.orchestration.storage import StudyFolder
@@ -82,8 +83,14 @@ class LiveStudy:
 
     @property
     def all_started(self) -> bool:
-        """True once no further trial will be asked for."""
-        return self._next >= len(self._listed) + self._num_suggested or self.budget.free_flops < self.trial_flops
+        """True once no further trial will be asked for: all were, or the study's budget is used up."""
+        left = self.budget.free_flops + self.budget.reserved_flops
+        return self._next >= len(self._listed) + self._num_suggested or left < self.trial_flops
+
+    @property
+    def not_started(self) -> int:
+        """Trials that the study's budget did not pay for."""
+        return len(self._listed) + self._num_suggested - self._next
 
     @property
     def trial_flops(self) -> int:
@@ -93,6 +100,8 @@ class LiveStudy:
     def next_trial(self) -> tuple[str, dict[str, Any]] | None:
         """Name and Tune configuration of the next trial that still has to run; None to wait, or at the end."""
         while not self.all_started:
+            if self.budget.free_flops < self.trial_flops:
+                return None  # a running trial may return what it does not spend
             trial = self._trial_at(self._next)
             if trial is None:
                 return None
@@ -120,8 +129,14 @@ class LiveStudy:
         arguments = self._suggester.ask(number)
         if arguments is None:
             return None
-        if number >= len(self.folder.journal()):
+        journal = self.folder.journal()
+        if number >= len(journal):
             self.folder.append_journal({"number": number, "arguments": arguments})
+        elif journal[number]["arguments"] != arguments:
+            raise WorkFailedError(
+                f"the sampler suggests {arguments} where the study's journal has {journal[number]['arguments']}: it "
+                "was started with another version; finish it with that one, or start a new study"
+            )
         trial = suggested_trial(self.job, index=index, arguments=arguments)
         self.referee.enlist(trial.name, index=index)
         return trial

@@ -4,15 +4,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from growth_service.core.budget import Budget
-from growth_service.core.schedule import GrowthSchedule, SignalGuided
+from growth_service.core.schedule import AddBlock, AddUnits, FixedSteps, GrowthSchedule, SignalGuided
 from growth_service.core.streams import stream_seed
 from growth_service.core.units import format_flops
 from growth_service.errors import UserError
-from growth_service.models import build
+from growth_service.growth import insert_block, widen
+from growth_service.models import Family, build
 from growth_service.spec import JobSpec, ScheduleEntry
 from growth_service.training.config import TrialConfig
 from growth_service.training.datasets import subset_size
+from growth_service.training.growing import candidates, new_block, new_branch
 from growth_service.training.ranks import Ranks
 from growth_service.training.stage_loop import StageLoop
 from search_spaces import listed_schedules, resolve
@@ -114,7 +118,7 @@ def check_networks(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any
     """
     for trial in trials:
         try:
-            build(base_spec(job, trial.schedule, data), seed=0)
+            _rehearse(build(base_spec(job, trial.schedule, data), seed=0), trial.schedule)
         except UserError as error:
             raise UserError(f"schedule {trial.name}: {error}") from None
         smallest = subset_size(data["sizes"]["train"], trial.schedule.initial.data_share)
@@ -123,6 +127,23 @@ def check_networks(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any
                 f"schedule {trial.name}: training.batch_size {job.training.batch_size} is larger than its first "
                 f"training subset of {smallest} samples: use a smaller batch or a larger data_share"
             )
+
+
+def _rehearse(model: Family, schedule: GrowthSchedule) -> None:
+    """Take all steps of a fixed schedule (or build all candidates of a guided one) on an untrained network."""
+    match schedule.policy:
+        case SignalGuided() as policy:
+            candidates(model, policy, stage=0, seed=0)
+        case FixedSteps(steps=steps):
+            generator = torch.Generator()
+            for stage, changes in steps:
+                for change in changes:
+                    if isinstance(change, AddBlock):
+                        block = new_block(model, change, stage=stage, seed=0)
+                        insert_block(model, site=change.site, block=block, generator=generator)
+                    elif isinstance(change, AddUnits):
+                        branch = new_branch(model, change, stage=stage, seed=0)
+                        widen(model, site=change.block, units=branch, generator=generator)
 
 
 def fresh_loop(job: JobSpec, trial: PlannedTrial, *, data: dict[str, Any], folder: Path) -> StageLoop:

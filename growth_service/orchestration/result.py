@@ -20,6 +20,8 @@ class StudyResult:
     """Verdicts of the scheduler, one a record."""
     phases_s: dict[str, float] = field(default_factory=dict)
     """Wall seconds of each phase of the run."""
+    not_started: int = 0
+    """Trials that the study's budget did not pay for."""
     machine: dict[str, float] = field(default_factory=dict)
     """CPU seconds of all processes (``cpu_s``)."""
     resumed: bool = False
@@ -52,5 +54,6 @@ class StudyResult:
             "decisions": self.decisions,
             "phases_s": self.phases_s,
             "machine": self.machine,
+            "not_started": self.not_started,
             "resumed": self.resumed,
         }

@@ -4,6 +4,7 @@ Everything that a resumed study needs is here, as JSON and checkpoints; nothing 
 """
 
 import contextlib
+import fcntl
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,8 +60,25 @@ class StudyFolder:
 
     def append_journal(self, entry: dict[str, Any]) -> None:
         """Write a suggestion down before its trial starts."""
-        with (self.path / "suggestions.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        path = self.path / "suggestions.jsonl"
+        kept = "".join(json.dumps(e) + "\n" for e in self.journal())  # without a line that a kill cut short
+        write_text(path, kept + json.dumps(entry) + "\n")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other drivers out of this study while inside.
+
+        Raises:
+            UserError: If another process runs it.
+        """
+        with (self.path / "driver.lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(
+                    f"study {self.name!r} is being run by another process: wait for it, or end it first"
+                ) from None
+            yield
 
     def trial_record(self, trial: str, *, schedule: dict[str, Any], seed: int) -> TrialRecord:
         """What a trial left in its folder so far."""
@@ -90,8 +108,10 @@ def open_study(job: JobSpec, *, resume: bool) -> StudyFolder:
         folder = StudyFolder(path=root / name, name=name)
         state = folder.state()
         if not state:
-            if resume and name == job.name:
-                raise UserError(f"there is no study {job.name!r} in {root} to resume: run it without --resume")
+            if resume:
+                raise UserError(
+                    f"there is no unfinished study {job.name!r} in {root} to resume: run it without --resume"
+                )
             break
         if state["status"] != "finished":
             if not resume:
@@ -105,8 +125,6 @@ def open_study(job: JobSpec, *, resume: bool) -> StudyFolder:
                     f"options, or remove {folder.path} to start anew"
                 )
             return folder
-        if resume and folder.name == job.name and not StudyFolder(path=root / f"{name}-2", name="").state():
-            return folder
     try:
         folder.trials.mkdir(parents=True, exist_ok=True)
         folder.write_state(status="running", job=digest, attempt=0)
@@ -118,8 +136,13 @@ def open_study(job: JobSpec, *, resume: bool) -> StudyFolder:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a kill leaves the old file or the new one."""
+    write_text(path, json.dumps(value, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text so that a kill leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.rename(path)
 
 

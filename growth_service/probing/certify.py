@@ -122,7 +122,7 @@ def certify(
         half_gain_samples=cert.half_gain_samples(stat.value, cov_trace=stat.cov_trace),
         snr=stat.snr,
         added_flops=added_flops,
-        gain_per_flop=max(transfer_gain, 0.0) / max(added_flops, 1),
+        gain_per_flop=max(transfer_gain if look.num_train else gain(stat.value), 0.0) / max(added_flops, 1),
         verdict=cert.candidate_verdict(
             gains, tolerance=look.tolerance, level=look.level, num_candidates=look.num_candidates
         ),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from growth_service.blocks import Block, stream_positions, tangent_features
 from growth_service.core.score import FloatArray
-from growth_service.errors import UserError
+from growth_service.errors import NotFiniteError
 from growth_service.models.flops import FlopCounter
 from growth_service.models.sites import blocks_of
 from growth_service.probing.candidates import Batch, Candidate, Loss, Reduction, Taps, summed, untouched
@@ -196,13 +196,13 @@ def units(
             g = stream_positions(gradients[candidate.path])
             phi = candidate_features(candidate, taps)
             cross_BDK = torch.bmm(g, phi.transpose(1, 2)).double()
-            psi_BDK = cross_BDK @ torch.from_numpy(q_KK)
+            psi_BDK = cross_BDK @ torch.from_numpy(q_KK).to(cross_BDK.device)
             norms = g.double().square().sum(dim=(1, 2)).sqrt()
             sums.append(_array(psi_BDK.sum(dim=0)))
             found.append(
                 SiteUnits(
                     psi_NM=_array(_sketch(psi_BDK.flatten(1), seed=sketch_seed)),
-                    along_N=_array((psi_BDK * torch.from_numpy(along_DK)).sum(dim=(1, 2))),
+                    along_N=_array((psi_BDK * torch.from_numpy(along_DK).to(psi_BDK.device)).sum(dim=(1, 2))),
                     gradient_ND=_array(g.sum(dim=2)),
                     gradient_norm_N=_array(norms),
                 )
@@ -240,7 +240,7 @@ def forward_backward(
             outputs = model(inputs)
         total = summed(loss(outputs, targets), reduction=reduction, num_samples=num)
         if not torch.isfinite(total):
-            raise UserError(
+            raise NotFiniteError(
                 f"the loss of a probe batch is {float(total.detach())}: the network diverged, or its inputs are not "
                 "finite"
             )
@@ -288,6 +288,6 @@ def _sketch(rows_BL: Tensor, *, seed: int) -> Tensor:
     if length <= MAX_UNIT_NUMBERS:
         return rows_BL
     rng = np.random.default_rng(seed)
-    bucket = torch.from_numpy(rng.integers(0, MAX_UNIT_NUMBERS, size=length))
-    sign = torch.from_numpy(rng.integers(0, 2, size=length) * 2.0 - 1.0)
+    bucket = torch.from_numpy(rng.integers(0, MAX_UNIT_NUMBERS, size=length)).to(rows_BL.device)
+    sign = torch.from_numpy(rng.integers(0, 2, size=length) * 2.0 - 1.0).to(rows_BL.device)
     return rows_BL.new_zeros(rows_BL.shape[0], MAX_UNIT_NUMBERS).index_add_(1, bucket, rows_BL * sign)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from growth_service.errors import DataNotFoundError, UserError
+from growth_service.spec import JobSpec
 
 SPLIT_SHARES = {"train": 837 / 1797, "probe": 360 / 1797, "val": 240 / 1797, "test": 360 / 1797}
 """Shares where a set has no test part of its own: about 46, 20, 14 and 20 %, exact for the digits."""
@@ -116,6 +117,12 @@ def prepare(
     np.savez(target / "data.npz", allow_pickle=False, **arrays)
     described.write_text(json.dumps(description, indent=1), encoding="utf-8")
     return description
+
+
+def prepare_for(job: JobSpec, target: Path) -> dict[str, Any]:
+    """Prepare the data set of a job, as :func:`prepare`."""
+    limits = {str(part): limit for part, limit in job.data.limits.items()}
+    return prepare(job.data.name, folder=job.data.folder, seed=job.seed, target=target, limits=limits)
 
 
 def subset_size(num_train: int, share: float) -> int:

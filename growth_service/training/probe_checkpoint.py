@@ -39,7 +39,7 @@ def probe_checkpoint(
     one_thread()
     config = _trial_config(folder)
     found = load_checkpoint(folder)
-    splits = open_splits(Path(config.data))
+    splits = open_splits(_data_folder(folder, config))
     policy = _policy(config.growth_schedule(), tolerance=tolerance, level=level)
     share = found.streams["data_share"]
     subset = min(subset_size(len(splits.train.targets), share), config.probe["train_samples"])
@@ -65,6 +65,14 @@ def probe_checkpoint(
         candidates=tuple(s.reading() for s in report.sites),
     )
     return report.to_dict() | {"advice": _advice(decide(reading, policy))}
+
+
+def _data_folder(folder: Path, config: TrialConfig) -> Path:
+    """The study's prepared data: where the trial found it, or beside the trials where the study was moved to."""
+    for place in (Path(config.data), folder.resolve().parents[3] / "data"):
+        if (place / "data.json").is_file():
+            return place
+    raise CheckpointError(f"the data of {folder} is not at {config.data}: keep the study's folder together")
 
 
 def _trial_config(folder: Path) -> TrialConfig:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from growth_service.errors import RankDisagreementError, UserError
+from growth_service.errors import GrowthError, RankDisagreementError, UserError
 
 
 class Ranks:
@@ -31,11 +31,20 @@ class Ranks:
 
     def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """Apply ``function`` to all items, each on one rank; every rank gets all results in order."""
-        mine = [function(item) for item in items[self.rank :: self.world_size]]
         if self.world_size == 1:
-            return mine
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, mine)
+            return [function(item) for item in items]
+        mine: list[Any] = []
+        failed: GrowthError | None = None
+        try:
+            mine = [function(item) for item in items[self.rank :: self.world_size]]
+        except GrowthError as error:  # the others wait for this rank: tell them, and fail together
+            failed = error
+        told: list[Any] = [None] * self.world_size
+        dist.all_gather_object(told, (mine, failed))
+        for _, why in told:
+            if why is not None:
+                raise why
+        gathered = [found for found, _ in told]
         results: list[Any] = [None] * len(items)
         for rank, found in enumerate(gathered):
             results[rank :: self.world_size] = found

@@ -28,7 +28,7 @@ from growth_service.core.decisions import (
 )
 from growth_service.core.ledger import Ledger
 from growth_service.core.records import FinalRecord, StageRecord
-from growth_service.errors import UserError
+from growth_service.errors import NotFiniteError, UserError
 from growth_service.models.sites import size_of
 from growth_service.probing import SaturationReport
 from growth_service.training.batches import DataPosition, next_indices, shards_of
@@ -299,7 +299,10 @@ class StageLoop:
         if stage.look_flops > self._room() - stage.spent:
             stage.blind = True
             return None
-        report = look(state, self.schedule)
+        try:
+            report = look(state, self.schedule)
+        except NotFiniteError as error:
+            raise _StageEndError("diverged", str(error)) from None
         if report is not None:
             state.flops_probe += report.flops
             self._pay(stage, report.flops)
@@ -371,8 +374,11 @@ class StageLoop:
     def roll_back(self, end: _StageEndError) -> None:
         """Undo the stage under way, which stays paid for; the trial ends with the network before it."""
         state = self.state
+        wasted, probes = state.flops_wasted, state.flops_probe
         state.restore()
-        state.spend(min(self._stage.spent, self._room()))
+        charged = min(self._stage.spent, self._room())
+        state.spend(charged)
+        state.flops_wasted, state.flops_probe = wasted + self._stage.spent - charged, probes
         state.decision = Stop(cause=end.cause, reason=f"{end.reason}; rolled back to the end of the stage before")
 
     def finish(self) -> FinalRecord:

@@ -106,7 +106,46 @@ def test_a_study_that_runs_out_of_budget_starts_no_further_trial(tmp_path):
     assert study.live.next_trial() is not None
     assert study.live.next_trial() is not None
     assert study.live.next_trial() is None
+    assert not study.live.all_started  # what the two do not spend may still pay for the third
+    study.finish("scratch", flops=6_000_000_000)
+    study.finish("joint", flops=5_000_000_000)
+    assert study.live.next_trial() is None
     assert study.live.all_started
+    assert study.live.not_started == 1
+
+
+def test_what_a_trial_does_not_spend_pays_for_a_later_one(tmp_path):
+    study = Study(small_job(tmp_path, budget__study="13 GFLOP"))
+    study.live.next_trial()
+    study.live.next_trial()
+    study.finish("joint", flops=1_000_000_000)
+    assert study.live.next_trial() is not None
+
+
+def test_a_study_is_run_by_one_process_at_a_time(tmp_path):
+    folder = storage.open_study(small_job(tmp_path), resume=False)
+    with folder.locked(), pytest.raises(UserError, match="is being run by another process"), folder.locked():
+        pass
+    with folder.locked():
+        pass
+
+
+def test_resuming_never_starts_a_new_study(tmp_path):
+    job = small_job(tmp_path)
+    for _ in range(2):
+        storage.open_study(job, resume=False).write_state(status="finished")
+    with pytest.raises(UserError, match="there is no unfinished study"):
+        storage.open_study(job, resume=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["small", "small-2"]
+
+
+def test_a_journal_line_that_a_kill_cut_short_does_not_swallow_the_next(tmp_path):
+    folder = storage.open_study(small_job(tmp_path), resume=False)
+    folder.append_journal({"number": 0})
+    with (folder.path / "suggestions.jsonl").open("a") as file:
+        file.write('{"number": 1, "argu')
+    folder.append_journal({"number": 1})
+    assert folder.journal() == [{"number": 0}, {"number": 1}]
 
 
 def test_a_failed_trial_ends_with_its_reason_and_the_others_go_on(tmp_path):
@@ -178,7 +217,7 @@ def test_a_finished_study_gets_a_new_folder_and_an_unfinished_one_is_refused(tmp
 
 
 def test_resuming_needs_an_unfinished_study_of_the_same_job(tmp_path):
-    with pytest.raises(UserError, match="there is no study 'small'.*run it without --resume"):
+    with pytest.raises(UserError, match="there is no unfinished study 'small'.*run it without --resume"):
         storage.open_study(small_job(tmp_path), resume=True)
     storage.open_study(small_job(tmp_path), resume=False)
     with pytest.raises(UserError, match="was started with another job"):
@@ -209,6 +248,14 @@ def test_a_budget_below_one_batch_is_refused_before_anything_starts(tmp_path):
 def test_a_study_budget_below_one_trial_is_refused(tmp_path):
     with pytest.raises(UserError, match="not one trial could run"):
         plan.study_budget(small_job(tmp_path, budget__study="1 GFLOP"))
+
+
+@pytest.mark.parametrize("grow", [{"use": "one_shot_late", "add_units": 3}, {"use": "joint", "units": 3}])
+def test_steps_that_could_not_be_taken_are_refused_before_anything_starts(tmp_path, grow):
+    job = small_job(tmp_path, search__schedules=[grow | {"name": "odd", "blocks": [1, 1], "hidden": [8, 8]}])
+    data = prepare("digits", folder=None, seed=0, target=tmp_path / "data")
+    with pytest.raises(UserError, match=r"schedule odd: hidden 3 .* multiple of its group size 4"):
+        plan.check_networks(job, plan.planned_trials(job), data)
 
 
 def test_networks_that_do_not_fit_together_are_refused_with_the_schedule(tmp_path):

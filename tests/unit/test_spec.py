@@ -93,6 +93,7 @@ def test_a_missing_key_is_named(tmp_path):
     [
         ("", "is empty"),
         ("a: [1", r"is not valid YAML at line \d+, column \d+"),
+        ("name: 2024-13-01", "is not valid YAML"),
         ("- 1\n- 2\n", "must hold keys and values at the top, not a list"),
         ("name: !!python/object/apply:os.system ['true']", "is not valid YAML"),
         ("[" * 3000, "is not valid YAML"),
