@@ -196,7 +196,7 @@ def test_of_many_trials_only_the_unbeaten_are_named() -> None:
 
 
 def test_names_of_unbeaten_ends_do_not_cover_each_other() -> None:
-    trials = [trial(f"schedule-{i}", (10_000_000 + i * 100_000, 1.0 - i * 0.004)) for i in range(5)]
+    trials = [trial(f"schedule-{i}", (10_000_000 + i * 200_000, 1.0 - i * 0.004)) for i in range(5)]
     trials.append(trial("start", (1_000_000, 3.0)))
     figure = draw_frontier(frontier_points(trials))
     rendered(figure)
