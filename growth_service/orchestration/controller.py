@@ -15,7 +15,7 @@ from growth_service.orchestration import board, live, plan, resources, storage
 from growth_service.orchestration.referee import Verdict
 from growth_service.orchestration.result import StudyResult
 from growth_service.orchestration.runtime import DRIVER_MEMORY_BYTES
-from growth_service.orchestration.scheduler import FailureListener, SaturationScheduler
+from growth_service.orchestration.scheduler import FailureListener, SaturationScheduler, last_error_line
 from growth_service.orchestration.searcher import StudySearcher, WaveSuggester
 from growth_service.orchestration.storage import StudyFolder
 from growth_service.orchestration.trial import run_train
@@ -111,7 +111,7 @@ def run_study(
     live.register(study_id, study)
     tracker.open_study(folder.name, job=job.model_dump(mode="json"), job_text=job_text)
     try:
-        _fit(study_id, folder, at_once=at_once)
+        study.explain_failures(_fit(study_id, folder, at_once=at_once))
     except BaseException as error:
         with suppress(Exception):  # the study's own error is the one to see
             tracker.interrupt_study(f"{type(error).__name__}: the driver ended; go on with --resume")
@@ -138,7 +138,8 @@ def run_study(
     return result
 
 
-def _fit(study_id: str, folder: StudyFolder, *, at_once: int) -> None:
+def _fit(study_id: str, folder: StudyFolder, *, at_once: int) -> dict[str, str]:
+    """Run all trials; returns the causes of those whose work failed."""
     tuner = tune.Tuner(
         tune.with_resources(run_train, {"memory": DRIVER_MEMORY_BYTES}),
         tune_config=tune.TuneConfig(
@@ -157,7 +158,8 @@ def _fit(study_id: str, folder: StudyFolder, *, at_once: int) -> None:
             verbose=0,
         ),
     )
-    tuner.fit()
+    results = tuner.fit()
+    return {r.config["trial"]["trial"]: last_error_line(r.error) for r in results if r.error is not None and r.config}
 
 
 def _check_dashboard() -> None:

@@ -5,6 +5,7 @@ alone and look the state up here.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from growth_service.core.budget import Budget
@@ -16,6 +17,9 @@ from growth_service.orchestration.referee import Referee, Verdict
 from growth_service.orchestration.storage import StudyFolder
 from growth_service.spec import JobSpec
 from growth_service.tracking.base import Tracker
+
+UNEXPLAINED = "its workers failed for good; see the error above and the logs in Ray's session folder"
+"""Reason of a failed trial until Tune says more."""
 
 _STUDIES: dict[str, "LiveStudy"] = {}
 
@@ -213,6 +217,13 @@ class LiveStudy:
                 budget=last.budget if last else {},
             )
         )
+
+    def explain_failures(self, reasons: dict[str, str]) -> None:
+        """Put causes that became known later into the records of failed trials."""
+        for trial, reason in reasons.items():
+            record = self.done.get(trial)
+            if record is not None and record.final is not None and record.final.reason == UNEXPLAINED:
+                self.done[trial] = replace(record, final=replace(record.final, reason=reason))
 
     def _publish(self, verdicts: list[Verdict]) -> None:
         for verdict in verdicts:

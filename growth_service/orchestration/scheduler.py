@@ -39,8 +39,8 @@ class FailureListener(Callback):  # type: ignore[misc]  # Ray's class is untyped
         self._study_id = study_id
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        """Record the failure with the first line of its cause."""
-        live.study(self._study_id).hear_failure(trial.config["trial"]["trial"], _reason(trial))
+        """Record the failure; Tune names its cause only when the whole run is over."""
+        live.study(self._study_id).hear_failure(trial.config["trial"]["trial"], live.UNEXPLAINED)
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         """A trial that ended without its final record failed silently."""
@@ -65,8 +65,8 @@ def take_in(study_id: str, result: dict[str, Any]) -> None:
         study.hear_stage(StageRecord.from_dict(data))
 
 
-def _reason(trial: Trial) -> str:
+def last_error_line(error: object) -> str:
     """The exception's own last line, without the traceback around it."""
-    lines = [line.strip() for line in str(trial.get_error() or "").splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line or "Exception" in line]
-    return (telling or lines or ["unknown error"])[-1][:500]
+    return (telling or lines or [live.UNEXPLAINED])[-1][:500]
