@@ -101,3 +101,10 @@ def test_the_best_schedule_is_preferred_where_nothing_cheaper_comes_close():
     assert prefer([Outcome("deep", 4e9, 1.0), Outcome("lean", 1e9, 1.03)]) == Preference(
         "deep", "it has the lowest validation loss (1 nats), and nothing cheaper comes within 2%"
     )
+
+
+def test_compute_that_differs_by_less_than_the_share_counts_as_equal():
+    dear, cheap = Outcome("dear", 100.5, 0.3), Outcome("cheap", 100.0, 0.4)
+    assert frontier([dear, cheap]) == [cheap, dear]
+    assert frontier([dear, cheap], same_share=0.01) == [dear]
+    assert frontier([dear, cheap], same_share=0.001) == [cheap, dear]

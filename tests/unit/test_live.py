@@ -3,9 +3,9 @@ import json
 import pytest
 
 from growth_service.core.records import FinalRecord
-from growth_service.errors import UserError
+from growth_service.errors import UserError, WorkFailedError
 from growth_service.orchestration import plan, resources, storage
-from growth_service.orchestration.live import LiveStudy
+from growth_service.orchestration.live import UNEXPLAINED, LiveStudy
 from growth_service.orchestration.searcher import WaveSuggester
 from growth_service.tracking.memory import MemoryTracker
 from growth_service.training.datasets import prepare
@@ -146,6 +146,27 @@ def test_a_journal_line_that_a_kill_cut_short_does_not_swallow_the_next(tmp_path
         file.write('{"number": 1, "argu')
     folder.append_journal({"number": 1})
     assert folder.journal() == [{"number": 0}, {"number": 1}]
+
+
+def test_a_cause_that_is_known_later_explains_only_what_was_unexplained(tmp_path):
+    study = Study(small_job(tmp_path))
+    study.live.next_trial()
+    study.live.next_trial()
+    study.live.hear_failure("scratch", UNEXPLAINED)
+    study.live.hear_failure("joint", "out of memory")
+    study.live.explain_failures({"scratch": "OSError: disk full", "joint": "another", "late": "never started"})
+    reasons = {name: record.final.reason for name, record in study.live.done.items()}
+    assert reasons == {"scratch": "OSError: disk full", "joint": "out of memory"}
+
+
+def test_a_journal_of_other_suggestions_is_refused(tmp_path):
+    study = Study(small_job(tmp_path, search__suggest=SUGGEST))
+    study.folder.append_journal({"number": 0, "arguments": {"use": "joint", "data_share": 0.123}})
+    for name in ("scratch", "joint", "late"):
+        study.live.next_trial()
+        study.finish(name)
+    with pytest.raises(WorkFailedError, match="where the study's journal has"):
+        study.live.next_trial()
 
 
 def test_a_failed_trial_ends_with_its_reason_and_the_others_go_on(tmp_path):
