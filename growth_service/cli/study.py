@@ -71,8 +71,10 @@ def run_job(job: JobSpec, *, resume: bool = False, observer: Any = None, job_tex
 def _run_in(
     folder: storage.StudyFolder, job: JobSpec, *, started: float, resume: bool, observer: Any, job_text: str | None
 ) -> "StudyResult":
+    from growth_service.tracking.mlflow_client import check_reachable
     from growth_service.training.datasets import prepare_for
 
+    check_reachable(tracking_uri(job))
     prepare_for(job, folder.data)  # before torch and Ray are loaded: data that is missing is said at once
     from growth_service.orchestration import controller
     from growth_service.tracking.mlflow_writer import MlflowTracker
@@ -113,6 +115,7 @@ def check_light(job: JobSpec) -> None:
     if job.search.suggest is not None:
         find_space(job.search.suggest.space)
     resources.check_resources(job, cpus=float(os.cpu_count() or 1))
+    resources.study_budget(job)  # refuses one that could not pay for a single trial
 
 
 def tracking_uri(job: JobSpec) -> str:

@@ -101,7 +101,7 @@ def run_study(
         data=data,
         listed=plan.planned_trials(job),
         suggester=WaveSuggester(job, wave_size=job.search.concurrent_trials) if job.search.suggest else None,
-        budget=plan.study_budget(job),
+        budget=resources.study_budget(job),
         wave_size=job.search.concurrent_trials,
         tracker=tracker,
         observer=watch,

@@ -39,12 +39,12 @@ def cost_of(job: JobSpec, *, folder: Path) -> dict[str, Any]:
     at_once = resources.concurrent(job, cpus=float(os.cpu_count() or 1))
     workers = job.resources.workers
     seconds = sum(job.budget.trial / t["flops_per_s"] / workers + START_S for t in listed)
-    num = plan.num_trials(job)
+    num = resources.num_trials(job)
     return {
         "trials": listed,
         "num_trials": num,
         "at_once": at_once,
-        "study_flops": plan.study_budget(job).total_flops,
+        "study_flops": resources.study_budget(job).total_flops,
         "start_s": START_S,
         "expected_s": seconds * num / max(len(listed), 1) / at_once,
         "disk_bytes": sum(t["params"] * 4 * 3 * 2 * job.search.stages for t in listed),

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from growth_service.core.budget import Budget
 from growth_service.core.schedule import AddBlock, AddUnits, FixedSteps, GrowthSchedule, SignalGuided
 from growth_service.core.streams import stream_seed
 from growth_service.core.units import format_flops
@@ -56,26 +55,6 @@ def suggested_trial(job: JobSpec, *, index: int, arguments: dict[str, Any]) -> P
     entry = ScheduleEntry.model_validate({"name": f"suggested-{index:02d}"} | defaults | arguments)
     schedule = resolve(entry, num_stages=job.search.stages, where="search.suggest")
     return PlannedTrial(index=index, name=entry.name, schedule=schedule, seed=job.seed)
-
-
-def num_trials(job: JobSpec) -> int:
-    """Listed and suggested."""
-    return len(job.search.schedules) * job.search.repeats + (job.search.suggest.trials if job.search.suggest else 0)
-
-
-def study_budget(job: JobSpec) -> Budget:
-    """The study's account.
-
-    Raises:
-        UserError: If it cannot pay for a single trial.
-    """
-    trial = int(job.budget.trial)
-    total = int(job.budget.study) if job.budget.study is not None else trial * num_trials(job)
-    if total < trial:
-        raise UserError(
-            f"budget.study {total:.3g} FLOPs is less than budget.trial {trial:.3g}: not one trial could run"
-        )
-    return Budget(total_flops=total)
 
 
 def base_spec(job: JobSpec, schedule: GrowthSchedule, data: dict[str, Any]) -> dict[str, Any]:

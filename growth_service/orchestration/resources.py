@@ -1,6 +1,7 @@
 """Whether a job fits, before anything starts. Knows neither torch nor Ray."""
 
-from growth_service.errors import ResourceError
+from growth_service.core.budget import Budget
+from growth_service.errors import ResourceError, UserError
 from growth_service.spec import JobSpec
 
 
@@ -22,3 +23,23 @@ def concurrent(job: JobSpec, *, cpus: float) -> int:
     """Trials at once: what was asked for, as far as it fits; more would wait for each other for ever."""
     needed = job.resources.workers * job.resources.cpus_per_worker
     return max(1, min(job.search.concurrent_trials, int(cpus // needed)))
+
+
+def num_trials(job: JobSpec) -> int:
+    """Listed and suggested."""
+    return len(job.search.schedules) * job.search.repeats + (job.search.suggest.trials if job.search.suggest else 0)
+
+
+def study_budget(job: JobSpec) -> Budget:
+    """The study's account.
+
+    Raises:
+        UserError: If it cannot pay for a single trial.
+    """
+    trial = int(job.budget.trial)
+    total = int(job.budget.study) if job.budget.study is not None else trial * num_trials(job)
+    if total < trial:
+        raise UserError(
+            f"budget.study {total:.3g} FLOPs is less than budget.trial {trial:.3g}: not one trial could run"
+        )
+    return Budget(total_flops=total)

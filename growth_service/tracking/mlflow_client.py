@@ -5,8 +5,10 @@ MLflow is imported here and only inside functions, so that nobody pays for it wh
 
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from growth_service.errors import UserError
 
@@ -20,6 +22,26 @@ _DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",  # a study reports to its own store and to nobody else
 }
 _QUIET = ("mlflow", "alembic")
+CONNECT_S = 2.0
+
+
+def check_reachable(tracking_uri: str) -> None:
+    """Refuse a tracking server that nobody answers at, at once: MLflow itself would retry for minutes.
+
+    Raises:
+        UserError: If there is no connection within ``CONNECT_S`` seconds; other kinds of store pass.
+    """
+    parts = urlsplit(tracking_uri)
+    if parts.scheme not in ("http", "https"):
+        return
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection((parts.hostname or "", port), timeout=CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"no MLflow server answers at {parts.scheme}://{parts.hostname}:{parts.port or ''} ({error}): start it, or "
+            "change mlflow.tracking_uri (left out, records go to a file in the job's storage)"
+        ) from None
 
 
 def open_client(tracking_uri: str) -> "MlflowClient":
@@ -35,6 +57,7 @@ def open_client(tracking_uri: str) -> "MlflowClient":
     Raises:
         UserError: If MLflow cannot open it.
     """
+    check_reachable(tracking_uri)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mlflow.exceptions import MlflowException

@@ -32,6 +32,11 @@ WRONG = {
     "misspelt key": (lambda d: d["training"].update(learning_rat=1), "did you mean 'learning_rate'?"),
     "bad unit": (lambda d: d["budget"].update(trial="3 PFLIP"), "unit 'PFLIP' in '3 PFLIP' is unknown"),
     "negative": (lambda d: d["budget"].update(trial=-1), "must be a finite amount above zero"),
+    "study budget below one trial": (lambda d: d["budget"].update(study="1 GFLOP"), "not one trial could run"),
+    "tracking server down": (
+        lambda d: d.update(mlflow={"tracking_uri": "http://127.0.0.1:9"}),
+        "no MLflow server answers at http://127.0.0.1:9",
+    ),
     "unknown family": (lambda d: d["model"].update(family="vgg"), "should be 'mlp' or 'resnet', got 'vgg'"),
     "unknown builder": (lambda d: d["search"]["schedules"][0].update(use="grid"), "unknown schedule builder 'grid'"),
     "unknown space": (lambda d: d["search"].update(suggest={"space": "x", "trials": 1}), "unknown space 'x'"),

@@ -44,7 +44,7 @@ class Study:
             data=data,
             listed=plan.planned_trials(job),
             suggester=WaveSuggester(job, wave_size=2) if job.search.suggest else None,
-            budget=plan.study_budget(job),
+            budget=resources.study_budget(job),
             wave_size=2,
             tracker=tracker,
             observer=self.seen,
@@ -268,7 +268,7 @@ def test_a_budget_below_one_batch_is_refused_before_anything_starts(tmp_path):
 
 def test_a_study_budget_below_one_trial_is_refused(tmp_path):
     with pytest.raises(UserError, match="not one trial could run"):
-        plan.study_budget(small_job(tmp_path, budget__study="1 GFLOP"))
+        resources.study_budget(small_job(tmp_path, budget__study="1 GFLOP"))
 
 
 @pytest.mark.parametrize("grow", [{"use": "one_shot_late", "add_units": 3}, {"use": "joint", "units": 3}])
