@@ -149,6 +149,7 @@ def certificate_table(report: dict[str, Any]) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in (
         "candidate",
+        "kappa",
         "gain, nats [limits]",
         "transferable [upper]",
         "p",
@@ -160,9 +161,10 @@ def certificate_table(report: dict[str, Any]) -> RenderableType:
         table.add_column(name, justify="left" if name in ("candidate", "verdict") else "right", no_wrap=True)
     for s in report["sites"]:
         table.add_row(
-            f"{s['kind']} {s['site']}",
+            " ".join(filter(None, (s["kind"], s["site"], s.get("name")))),
+            f"{s['kappa']:.2f}",
             f"{s['predicted_gain']:.3f} [{s['gain_lcl']:.3f}, {s['predicted_gain_ucl']:.3f}]",
-            f"{s['transfer_gain']:+.3f} [{s['transfer_ucl']:+.3f}]",
+            "-" if s["transfer_ucl"] is None else f"{s['transfer_gain']:+.3f} [{s['transfer_ucl']:+.3f}]",
             f"{s['p_value']:.4f}",
             f"{s['snr']:.1f}",
             f"{s['eta']:.2f}",
@@ -175,7 +177,21 @@ def certificate_table(report: dict[str, Any]) -> RenderableType:
         f" at tolerance {report['tolerance_nats']:.3g} nats, level {report['level']:g}, "
         f"{report['sites'][0]['num_samples']} probe samples, loss {report['loss_nats']:.4f}",
     )
-    return Group(table, head, Text(report["caveat"], style="dim"))
+    notes = dict.fromkeys([*report["notes"], *(f"{s['site']}: {n}" for s in report["sites"] for n in s["notes"])])
+    return Group(table, head, *(Text(f"note: {n}", style="yellow") for n in notes), Text(report["caveat"], style="dim"))
+
+
+def advice_text(report: dict[str, Any]) -> Text:
+    """What to do next, and what would settle or change it.
+
+    Args:
+        report: ``SaturationReport.to_dict()``.
+    """
+    advice = report["advice"]
+    action = advice["action"].replace("_", " ") + (f" at {advice['target']}" if advice["target"] else "")
+    return Text.assemble(
+        ("Next: ", "bold"), f"{action} - {advice['reason']}\n", ("Would change it: ", "bold"), advice["unlock"]["words"]
+    )
 
 
 def verdict_text(verdict: str | None) -> Text:

@@ -10,6 +10,7 @@ from typing import Any
 
 _HOMES = {
     "probe": "growth_service.probing",
+    "probe_until_decided": "growth_service.probing",
     "jumpboard": "growth_service.probing",
     "sites": "growth_service.models",
     "insert_block": "growth_service.growth",
@@ -20,7 +21,18 @@ _HOMES = {
     "run_job": "growth_service.cli.study",
 }
 
-__all__ = ["growth_log", "insert_block", "jumpboard", "load_job", "probe", "rebuild", "run_job", "sites", "widen"]
+__all__ = [
+    "growth_log",
+    "insert_block",
+    "jumpboard",
+    "load_job",
+    "probe",
+    "probe_until_decided",
+    "rebuild",
+    "run_job",
+    "sites",
+    "widen",
+]
 
 try:
     __version__ = version("growth-service")

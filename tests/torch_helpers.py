@@ -214,7 +214,7 @@ def prepared_digits(target: Path, *, limits: dict[str, int] | None = None) -> st
 
 GROWS_ALL = FixedSteps(
     steps=(
-        (0, (AddBlock(site="groups.0.blocks.0", inner="copy", jumpboard=True),)),
+        (0, (AddBlock(site="groups.1.entry", inner="copy", jumpboard=True),)),
         (
             1,
             (

@@ -91,8 +91,31 @@ def compare(
 @app.command()
 def probe(
     model: Annotated[
-        str, typer.Argument(metavar="RUN", help="A trial (study/trial), an MLflow run id, or a checkpoint folder.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A trial (study/trial), an MLflow run id, a checkpoint folder, python:package.module:factory, "
+            "torchvision:NAME, or hf:FOLDER.",
+        ),
     ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="For a model that is no run: a .npz (inputs, targets, train_inputs, train_targets, pool) or .txt "
+            "file, a folder with val/ and train/, or python:package.module:factory.",
+        ),
+    ] = None,
+    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="State dictionary to load.")] = None,
+    weights: Annotated[str | None, typer.Option("--weights", help="torchvision weights, for example DEFAULT.")] = None,
+    site: Annotated[
+        list[str] | None, typer.Option("--site", help="Module whose output is the residual stream; repeatable.")
+    ] = None,
+    until_decided: Annotated[
+        bool, typer.Option("--until-decided", help="Look at 256, 512, ... samples until there is a verdict.")
+    ] = False,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples a batch.")] = 64,
+    device: Annotated[str, typer.Option("--device", help="cpu, or cuda.")] = "cpu",
     storage: Storage = DEFAULT_STORAGE,
     tracking_uri: TrackingUri = None,
     tolerance: Annotated[
@@ -108,12 +131,20 @@ def probe(
 ) -> None:
     """Is this network deep enough, and where not? A certificate at every site, and what to do next.
 
-    Example: `growth probe digits/joint --tolerance '0.05 nats' --plot sites.png`
+    Examples: `growth probe digits/joint --tolerance '0.05 nats' --plot sites.png`;
+    `growth probe torchvision:resnet18 --data images/ --checkpoint resnet18.pt`
     """
     from growth_service.cli.probe import probe_command
 
     probe_command(
         model,
+        data=data,
+        checkpoint=checkpoint,
+        weights=weights,
+        sites=site or [],
+        until_decided=until_decided,
+        batch_size=batch_size,
+        device=device,
         uri=tracking_uri,
         storage=storage,
         tolerance=tolerance,

@@ -1,21 +1,34 @@
-"""``growth probe``: certificates of a trained network of a study."""
+"""``growth probe``: certificates of a trained network - a study's, or anybody's."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from dashboards.terminal import certificate_table
+from dashboards.terminal import advice_text, certificate_table
 from growth_service.cli.console import emit_json, out
 from growth_service.core.units import parse_quantity
 from growth_service.errors import UserError
 
 PICTURES = (".png", ".pdf", ".svg")
+SCHEMES = ("python:", "torchvision:", "hf:")
 
 
 def probe_command(
     model: str,
     *,
+    data: str | None,
+    checkpoint: Path | None,
+    weights: str | None,
+    sites: list[str],
+    until_decided: bool,
+    batch_size: int,
+    device: str,
     uri: str | None,
     storage: Path,
     tolerance: str | None,
@@ -29,21 +42,117 @@ def probe_command(
     if plot is not None and plot.suffix.lower() not in PICTURES:
         raise UserError(f"--plot {plot}: a picture's name must end in one of {', '.join(PICTURES)}")
     nats = None if tolerance is None else parse_quantity(tolerance, dimension="nats")
-    checkpoint = _checkpoint_folder(model, uri=uri, storage=storage)
-    from growth_service.training.probe_checkpoint import probe_checkpoint
+    if model.startswith(SCHEMES):
+        report = _probe_any(
+            model,
+            data=data,
+            checkpoint=checkpoint,
+            weights=weights,
+            sites=sites,
+            until_decided=until_decided,
+            batch_size=batch_size,
+            device=device,
+            tolerance=nats,
+            samples=samples,
+            level=level,
+            seed=seed,
+        )
+    else:
+        if data is not None or checkpoint is not None or weights is not None:
+            raise UserError(
+                f"--data, --checkpoint and --weights go with {', '.join(SCHEMES)} models: {model!r} is a run of a "
+                "study, which has its own"
+            )
+        folder = _checkpoint_folder(model, uri=uri, storage=storage)
+        from growth_service.training.probe_checkpoint import probe_checkpoint
 
-    report = probe_checkpoint(checkpoint, tolerance=nats, samples=samples, level=level, seed=seed)
+        report = probe_checkpoint(folder, tolerance=nats, samples=samples, level=level, seed=seed)
+        report["checkpoint"] = str(folder)
     if plot is not None:
         _draw(report, plot, title=model)
     if as_json:
-        emit_json(report | {"checkpoint": str(checkpoint)})
+        emit_json(report)
         return
     console = out()
-    console.print(f"{model}: {checkpoint}", style="bold", soft_wrap=True)
+    console.print(": ".join(filter(None, (model, report.get("checkpoint")))), style="bold", soft_wrap=True)
     console.print(certificate_table(report))
-    console.print(Text.assemble(("Next: ", "bold"), report["advice"]), soft_wrap=True)
+    console.print(advice_text(report), soft_wrap=True)
+    if "next" in report:
+        console.print(Text.assemble(("The schedule's own rule: ", "bold"), report["next"]), soft_wrap=True)
+    for look in report.get("looks", []):
+        console.print(f"look at {look['num_samples']} samples, level {look['level']:.3g}: {look['verdict']}")
     if plot is not None:
         console.print(f"picture: {plot}", soft_wrap=True)
+
+
+def _probe_any(
+    name: str,
+    *,
+    data: str | None,
+    checkpoint: Path | None,
+    weights: str | None,
+    sites: list[str],
+    until_decided: bool,
+    batch_size: int,
+    device: str,
+    tolerance: float | None,
+    samples: int | None,
+    level: float,
+    seed: int,
+) -> dict[str, Any]:
+    if data is None:
+        raise UserError(f"{name} needs --data: a .npz or .txt file, an image folder, or python:module:factory")
+    import torch
+
+    from growth_service.cli.probe_source import cross_entropy, load_data, load_model
+    from growth_service.probing import probe, probe_until_decided
+
+    if device == "cpu":
+        torch.set_num_threads(1)  # two threads on a busy machine are 10-30 times slower
+    elif not torch.cuda.is_available():
+        raise UserError(f"--device {device}: torch sees no such device here; use cpu")
+    network = load_model(name, checkpoint=checkpoint, weights=weights).to(device)
+    found = load_data(data, network, samples=samples, batch_size=batch_size, seed=seed)
+    arguments: dict[str, Any] = {
+        "batches": _on(device, found.batches),
+        "train_batches": _on(device, found.train_batches),
+        "pool": None if found.pool is None else [_move(p, device) for p in found.pool],
+        "loss": found.loss or cross_entropy,
+        "reduction": found.reduction,
+        "sites": sites or found.sites,
+        "tolerance": tolerance,
+        "level": level,
+        "seed": seed,
+    }
+    with _bar() as progress:
+        if until_decided:
+            report, looks = probe_until_decided(network, progress=progress, **arguments)
+            return report.to_dict() | {"looks": [asdict(look) for look in looks]}
+        return probe(network, progress=progress, **arguments).to_dict()
+
+
+@contextmanager
+def _bar() -> Iterator[Any]:
+    """A progress bar on stderr with the time that remains; quiet where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("probing"), BarColumn(), TextColumn("{task.completed}/{task.total} samples"))
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("probe", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _on(device: str, batches: Any) -> Any:
+    if batches is None or device == "cpu":
+        return batches
+    return [(_move(inputs, device), targets.to(device)) for inputs, targets in batches]
+
+
+def _move(inputs: Any, device: str) -> Any:
+    if isinstance(inputs, dict):
+        return {k: v.to(device) for k, v in inputs.items()}
+    return inputs.to(device)
 
 
 def _checkpoint_folder(model: str, *, uri: str | None, storage: Path) -> Path:

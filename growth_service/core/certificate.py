@@ -31,17 +31,23 @@ Verdict = Literal["useful", "saturated", "no_transferable_gain", "undetermined"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UStatistic:
-    """Debiased score and everything that its limits need."""
+    """Debiased score and everything that its limits need.
+
+    Rows are independent units, or means over equal chunks of them: a chunk mean has the same
+    expectation and 1/size of the covariance, so every formula holds with rows in place of units.
+    """
 
     value: float
     """T: unbiased for the ridged score; may be negative."""
+    num_rows: int
     num_samples: int
+    """Independent units behind the rows."""
     cov_frobenius_sq: float
-    """H2 = mean over i != j of H_ij^2: ||C||_F^2 where S = 0."""
+    """H2 = mean over i != j of H_ij^2: ||C||_F^2 of a row where S = 0."""
     cov_trace: float
-    """tr C, the bias of the plug-in score times n."""
+    """tr C of one unit: the bias of the plug-in score times the number of units."""
     cov_largest: float
-    """Largest eigenvalue of C, estimated from the same sample (large for few samples)."""
+    """Upper estimate of the largest eigenvalue of a row's C: the least of three, see :func:`u_statistic`."""
     first_order_variance: float
     """v1, the linear part of the variance: Var_i(h_i) less the share that noise alone gives it.
 
@@ -52,46 +58,75 @@ class UStatistic:
     @property
     def noise_sd(self) -> float:
         """Standard deviation of T where there is no signal: the noise floor."""
-        n = self.num_samples
-        return math.sqrt(2 * self.cov_frobenius_sq / (n * (n - 1)))
+        return math.sqrt(2 * self.cov_frobenius_sq / (self.num_rows * (self.num_rows - 1)))
 
     @property
     def standard_error(self) -> float:
         """Standard deviation of T at the present signal."""
-        return math.sqrt(4 * self.first_order_variance / self.num_samples + self.noise_sd**2)
+        return math.sqrt(4 * self.first_order_variance / self.num_rows + self.noise_sd**2)
 
     @property
     def snr(self) -> float:
         """Signal over noise floor; 0.0 where every unit has zero gradient."""
         return self.value / self.noise_sd if self.noise_sd > 0 else 0.0
 
+    @property
+    def effective_rank(self) -> float:
+        """r_eff = (tr C)^2 / ||C||_F^2 of the whitened cross-gradients; 0.0 where all vanish."""
+        trace = self.cov_trace * self.num_rows / self.num_samples
+        return trace**2 / self.cov_frobenius_sq if self.cov_frobenius_sq > 0 else 0.0
+
     def lower_limit(self, level: float) -> float:
-        """One-sided lower confidence limit of S at ``1 - level``."""
-        return self.value - _z(level) * self.standard_error
+        """One-sided lower confidence limit of S at ``1 - level``.
+
+        The least S under which a value this high is no surprise: the linear part of the variance is
+        taken at that S, not at the value (a score interval; the same inversion as the upper limit's).
+        """
+        z = self._quantile(level)
+        if self.value <= 0:
+            return self.value - z * self.standard_error
+        slope = 4 * self.first_order_variance / self.num_rows / self.value
+        half = z * z * slope / 2
+        return self.value + half - math.sqrt(half * half + 2 * half * self.value + (z * self.noise_sd) ** 2)
 
     def upper_limit(self, level: float) -> float:
         """One-sided upper confidence limit of S at ``1 - level``; conservative, never negative.
 
         A negative T counts as zero: a lucky draw below zero must not certify saturation.
         """
-        n, z2 = self.num_samples, _z(level) ** 2
+        n, z2 = self.num_rows, self._quantile(level) ** 2
         value = max(self.value, 0.0)
         a = 4 * z2 * self.cov_largest / n
         b = 2 * z2 * self.cov_frobenius_sq / n**2
         return value + a / 2 + math.sqrt(a * a / 4 + a * value + b)
 
+    def _quantile(self, level: float) -> float:
+        """Of Student's t with one degree less than rows: variances are estimated from that many."""
+        if not 0 < level < 0.5:
+            raise ValueError(f"level {level} must be in (0, 0.5)")
+        return student_quantile(1 - level, degrees=self.num_rows - 1)
 
-def u_statistic(gram_NN: FloatArray) -> UStatistic:
-    """Estimate S without bias, with its variance, from the Gram matrix of units.
+
+def u_statistic(gram_NN: FloatArray, *, num_samples: int | None = None, plug_in: float | None = None) -> UStatistic:
+    r"""Estimate S without bias, with its variance, from the Gram matrix of rows.
+
+    The largest eigenvalue of C is bounded from above by three estimates, and the least is taken: the
+    sample's own (inflated by tr(C)/N where rows are few), :math:`\|C\|_F`, and the Schatten norm
+    :math:`(\mathrm{tr}\,C^4)^{1/4}` from closed walks over four different rows, which is unbiased for
+    :math:`\mathrm{tr}\,C^4` however few they are. (Derived here; the walks are those of Kong and Valiant
+    2017, arXiv:1602.00061.)
 
     Args:
-        gram_NN: H_ij, inner products of whitened cross-gradients. ``[N, N]``, N >= 4.
+        gram_NN: H_ij, inner products of the rows' whitened cross-gradients. ``[N, N]``, N >= 4.
+        num_samples: Independent units behind the rows; None: each row is one.
+        plug_in: The exact plug-in score of the rows' mean, where the Gram matrix is sketched: it takes
+            the place of the sketched one, so that a sketch blurs the noise and never the signal.
 
     Returns:
         The statistic. An all-zero Gram matrix gives zeros: exactly saturated.
 
     Raises:
-        ValueError: If there are fewer than 4 independent units.
+        ValueError: If there are fewer than 4 rows.
     """
     n = gram_NN.shape[0]
     if n < 4:
@@ -107,14 +142,45 @@ def u_statistic(gram_NN: FloatArray) -> UStatistic:
     degenerate_sq = float(np.square(degenerate_NN).sum()) / (n * (n - 1))
     mean_row_N = gram_NN.mean(axis=1)
     centred_NN = gram_NN - mean_row_N[:, None] - mean_row_N[None, :] + gram_NN.mean()
+    correction = 0.0 if plug_in is None else (plug_in - float(gram_NN.mean())) * n / (n - 1)
     return UStatistic(
-        value=value,
-        num_samples=n,
+        value=value + correction,
+        num_rows=n,
+        num_samples=num_samples or n,
         cov_frobenius_sq=h2,
-        cov_trace=float(np.trace(centred_NN)) / (n - 1),
-        cov_largest=max(0.0, float(np.linalg.eigvalsh(centred_NN)[-1])) / (n - 1),
+        cov_trace=float(np.trace(centred_NN)) / (n - 1) * (num_samples or n) / n,
+        cov_largest=min(
+            max(0.0, float(np.linalg.eigvalsh(centred_NN)[-1])) / (n - 1),
+            math.sqrt(h2),
+            _schatten_four(degenerate_NN),
+        ),
         first_order_variance=max(0.0, float(np.var(h_N, ddof=1)) - degenerate_sq / (n - 1)),
     )
+
+
+def _schatten_four(off_NN: FloatArray) -> float:
+    """(tr C^4)^(1/4) from closed walks i-j-k-l-i over different rows; inf where the estimate is not positive."""
+    n = off_NN.shape[0]
+    squares_NN = np.square(off_NN)
+    two_NN = off_NN @ off_NN
+    walks = float(np.square(two_NN).sum())  # all walks of length 4
+    walks -= 2 * float(np.square(squares_NN.sum(axis=1)).sum())  # less those through one row twice
+    walks += float(np.square(squares_NN).sum())  # counted twice above
+    distinct = n * (n - 1) * (n - 2) * (n - 3)
+    return (walks / distinct) ** 0.25 if walks > 0 else math.inf
+
+
+def order_excess(gram_NN: FloatArray, stat: UStatistic) -> float:
+    """Standard errors by which neighbouring rows agree more than rows in general; about N(0, 1) in random order.
+
+    Rows are sums over consecutive samples, so that sorted samples (by class, by source) make
+    neighbours alike, and pairs within a row, which the estimate leaves out, more alike still.
+    """
+    n = gram_NN.shape[0]
+    spread = math.sqrt(stat.cov_frobenius_sq / (n - 1))
+    neighbours = float(np.diag(gram_NN, k=1).mean())
+    overall = float(gram_NN.sum() - np.trace(gram_NN)) / (n * (n - 1))
+    return (neighbours - overall) / spread if spread > 0 else 0.0
 
 
 class PValue(NamedTuple):
@@ -250,12 +316,6 @@ def student_quantile(p: float, *, degrees: int) -> float:
     return z + g1 / degrees + g2 / degrees**2 + g3 / degrees**3 + g4 / degrees**4
 
 
-def _z(level: float) -> float:
-    if not 0 < level < 0.5:
-        raise ValueError(f"level {level} must be in (0, 0.5)")
-    return NormalDist().inv_cdf(1 - level)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gains:
     """Predicted gains of one candidate in nats: the score and its limits times step size."""
@@ -305,14 +365,14 @@ def network_verdict(verdicts: list[Verdict]) -> Verdict:
     return "undetermined"
 
 
-def certificate_flops(*, num_units: int, numbers: int, features: int, num_resamples: int) -> int:
-    """FLOPs of turning rows into a certificate: eigen-decompositions, Gram matrix, sign flips.
+def certificate_flops(*, num_rows: int, numbers: int, features: int, num_resamples: int) -> int:
+    """FLOPs of turning rows into a certificate: triangular factors, Gram matrix, sign flips.
 
-    2 per multiply-accumulate; each of the three eigen-decompositions (second moment and its two
-    halves) counted as 9 K^3, that of the Gram matrix (values only) as 4/3 N^3 (Golub and Van Loan,
-    "Matrix Computations", sec. 8.3).
+    2 per multiply-accumulate; each of the three factors (second moment and its two halves) with its
+    inverse counted as 7/3 K^3, the other half's product with it as 2 K^3; the eigenvalues of the Gram
+    matrix as 4/3 N^3 and its square as 2 N^3 (Golub and Van Loan, "Matrix Computations", sec. 3.1, 8.3).
     """
-    whitening = 3 * 9 * features**3 + 4 * num_units**3 // 3
-    gram = 2 * num_units**2 * numbers
-    bootstrap = 2 * num_resamples * num_units**2
+    whitening = 7 * features**3 + 2 * 2 * features**3
+    gram = 2 * num_rows**2 * numbers + 4 * num_rows**3 // 3 + 2 * num_rows**3
+    bootstrap = 2 * num_resamples * num_rows**2
     return whitening + gram + bootstrap

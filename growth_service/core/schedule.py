@@ -7,6 +7,8 @@ and played in simulated time.
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from growth_service.errors import UserError
+
 Axis = Literal["depth", "width", "data"]
 
 
@@ -83,9 +85,24 @@ class InitialSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedSteps:
-    """A fixed list: after stage ``s`` take these changes, whatever is measured."""
+    """A fixed list: after stage ``s`` take these changes, whatever is measured.
+
+    Raises:
+        UserError: If a jumpboard step and a data step are due after the same stage: the first moves the
+            network on the old subset, the second changes the subset, and neither could be accounted for.
+    """
 
     steps: tuple[tuple[int, tuple[Change, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        for stage in sorted({when for when, _ in self.steps}):
+            due = self.after(stage)
+            leaps = any(isinstance(c, AddBlock) and c.jumpboard for c in due)
+            if leaps and any(isinstance(c, AddData) for c in due):
+                raise UserError(
+                    f"a jumpboard step and a data step are both due after stage {stage}: their gains could not be told "
+                    "apart; take them after different stages, or set jumpboard to false"
+                )
 
     def after(self, stage: int) -> tuple[Change, ...]:
         """The changes due after ``stage`` (0 is the first); empty where there are none."""

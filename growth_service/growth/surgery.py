@@ -9,7 +9,7 @@ Sources: Wei et al. 2016, "Network Morphism" (arXiv:1603.01670); Chen et al. 201
 (arXiv:1511.05641); here with zero output projections in place of identities and copies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -42,7 +42,7 @@ def insert_block(
     block: Block | None = None,
     generator: torch.Generator,
     optimizer: optim.Optimizer | None = None,
-    check_batch: Tensor | None = None,
+    check_batch: Any = None,
 ) -> Receipt:
     """Insert one residual block after the module at ``site``, leaving the function as it is.
 
@@ -56,7 +56,7 @@ def insert_block(
             weights from ``generator``.
         generator: Of the inner weights of a default block; unused when ``block`` is given.
         optimizer: If given, adopts the new parameters (see :func:`adopt`).
-        check_batch: Inputs on which outputs before and after are compared.
+        check_batch: Inputs (a tensor, or keyword arguments) on which outputs before and after are compared.
 
     Returns:
         The receipt, also appended to :func:`growth_log`.
@@ -81,7 +81,7 @@ def widen(
     units: int | Block,
     generator: torch.Generator,
     optimizer: optim.Optimizer | None = None,
-    check_batch: Tensor | None = None,
+    check_batch: Any = None,
 ) -> Receipt:
     """Add hidden units to the block at ``site``, leaving the function as it is.
 
@@ -117,6 +117,11 @@ def new_units(host: Block, *, units: int, generator: torch.Generator) -> Block:
 
     It has no output bias: the block has one already, with the same tangent.
     """
+    if not isinstance(getattr(host, "norm", None), nn.Module):
+        raise UserError(
+            f"new hidden units cannot be added to a block of type {host.type_name!r} yet: its units do not read the "
+            "stream through one norm; insert a block instead"
+        )
     config = host.config() | {"hidden": units, "bias": False}
     branch = block_from_config(config, generator=generator)
     norm, host_norm = branch.get_submodule("norm"), host.get_submodule("norm")
@@ -181,7 +186,7 @@ def _attach(
     block: Block,
     *,
     optimizer: optim.Optimizer | None,
-    check_batch: Tensor | None,
+    check_batch: Any,
     log: bool = True,
 ) -> Receipt:
     """Make ``block`` a child of ``module`` that its forward hook applies; undo it if outputs move."""
@@ -192,6 +197,8 @@ def _attach(
         )
     before = None if check_batch is None else _outputs(model, check_batch)
     first = next(iter(module.parameters()), None)
+    if first is None:  # a dropout or pooling layer: the network's own
+        first = next(iter(model.parameters()), None)
     if first is not None:
         block.to(device=first.device, dtype=first.dtype)
     block.train(module.training)
@@ -257,7 +264,7 @@ def _apply_widened(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor
     return output
 
 
-def _describe(model: nn.Module, path: str, batch: Tensor | None) -> Site:
+def _describe(model: nn.Module, path: str, batch: Any) -> Site:
     """What stream is at ``path``: known for our families, else seen in a forward pass."""
     try:
         return next(s for s in sites(model) if s.path == path)
@@ -275,13 +282,16 @@ def _describe(model: nn.Module, path: str, batch: Tensor | None) -> Site:
     return site_of(seen[0], path=path)
 
 
-def _outputs(model: nn.Module, batch: Tensor | None) -> Tensor:
-    """Outputs in eval mode, with the training mode put back."""
+def _outputs(model: nn.Module, batch: Any) -> Tensor:
+    """Outputs in eval mode (of several, the logits or the first), with the training mode put back."""
     modes = [(m, m.training) for m in model.modules()]
     model.eval()
     try:
-        out = model(batch)
-        return stream_of(out, path="") if isinstance(out, tuple) else out
+        out = model(**batch) if isinstance(batch, Mapping) else model(batch)
+        for name in ("logits", "last_hidden_state"):
+            out = getattr(out, name, out)
+        found: Tensor = stream_of(out, path="") if isinstance(out, tuple | list) else out
+        return found
     finally:
         for module, training in modes:
             module.training = training

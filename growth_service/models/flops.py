@@ -4,6 +4,7 @@ Only matrix products and convolutions count (as in published budgets); every cou
 linear in the number of samples, so one sample is counted and multiplied.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from growth_service.blocks import Block
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores, and values by scores; all pairs of positions, also those that a causal mask hides (as torch counts)."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores once more, then the gradients of scores, query, key and value: five products."""
+    return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _fused_attention(query: Tensor, key: Tensor, _value: Tensor, width: int, *_: Any, **__: Any) -> int:
+    """Of ``nn.MultiheadAttention`` in evaluation: four maps of the width, scores, and values by scores."""
+    return 2 * query[..., 0].numel() * width * (4 * width + 2 * key.shape[-2])
+
+
+def _convolution_backward(
+    grad: Tensor, inputs: Tensor, weight: Tensor, *more: Any, out_val: Any = None, **_: Any
+) -> int:
+    """Each gradient costs what the forward pass does; torch's own formula charges that of a grouped weight in full."""
+    *_rest, transposed, _padding, groups, wanted = more
+    if groups == 1 or transposed:
+        formula = flop_registry[_aten.convolution_backward]
+        return int(formula(grad, inputs, weight, *more, out_val=out_val))
+    forward = 2 * grad.numel() * math.prod(weight.shape[1:])
+    return forward * sum(map(bool, wanted[:2]))
+
+
+_aten = torch.ops.aten
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._native_multi_head_attention: _fused_attention,
+    _aten.convolution_backward: _convolution_backward,
+}
+"""What torch counts on other devices but not on the CPU, or counts wrongly."""
 
 
 class FlopsPerSample(NamedTuple):
@@ -28,10 +66,10 @@ class FlopsPerSample(NamedTuple):
 
 
 class FlopCounter(TorchDispatchMode):
-    """Adds up torch's own FLOP formulas over the operations that run inside.
+    """Adds up FLOP formulas, torch's own and a few missing ones, over the operations that run inside.
 
-    ``FlopCounterMode`` counts the same, but its module tracking does not survive
-    ``autograd.grad`` with respect to a leaf; a test holds the two equal.
+    ``FlopCounterMode`` counts the same where it knows all operations, but its module tracking does
+    not survive ``autograd.grad`` with respect to a leaf; a test holds the two equal.
     """
 
     def __init__(self) -> None:
@@ -40,7 +78,7 @@ class FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if formula is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=out))
         return out

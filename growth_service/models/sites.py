@@ -1,39 +1,27 @@
 """Places where a block may be inserted: after the module with a path, on its output."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from growth_service.blocks import Block, ConvBlock, MLPBlock
+from growth_service.blocks import Block, ConvBlock, MLPBlock, TransformerBlock, block_from_config, copy_of
 from growth_service.errors import SiteError
-from growth_service.models.families import Family, Group, Residual
-
-StreamKind = Literal["vector", "image", "sequence"]
-_KINDS: dict[int, StreamKind] = {2: "vector", 3: "sequence", 4: "image"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
-    """A residual stream that a block can read and add to."""
-
-    path: str
-    """Path of the module whose output is the stream."""
-    kind: StreamKind
-    width: int
-    """Channels of the stream."""
-    preserving: bool = True
-    """Whether a zero branch added here leaves the network's function as it is."""
-    reason: str = "pre-activation stream: adding zero changes nothing"
+from growth_service.models import adapters
+from growth_service.models.families import GPT, Family, Group, Residual, TokenEmbedding
+from growth_service.models.streams import Site, StreamKind, resolve, site_of, stream_of, with_stream
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """All sites of a network of our own families, in the order of the forward pass.
+    """All sites of a network of our own families or of a known architecture, in the order of the forward pass.
 
     Raises:
-        SiteError: If the model is of no known family; name module paths instead.
+        SiteError: If the model is of neither; name module paths instead.
     """
     if not isinstance(model, Family):
+        known = adapters.sites(model)
+        if known is not None:
+            return known
         raise SiteError(
             f"no default sites are known for {type(model).__name__}: pass the paths of the modules whose output is "
             "the residual stream, for example sites=['layer1.0', 'layer2.0']"
@@ -41,69 +29,80 @@ def sites(model: nn.Module) -> list[Site]:
     found = []
     for i, group in enumerate(model.groups):
         assert isinstance(group, Group)
-        width = group.entry.out_channels if isinstance(group.entry, nn.Conv2d) else group.entry.out_features
-        kind: StreamKind = "image" if isinstance(group.entry, nn.Conv2d) else "vector"
+        kind, width = _stream_from(group.entry)
         paths = [f"groups.{i}.entry"] + [f"groups.{i}.blocks.{j}" for j in range(len(group.blocks))]
-        found += [Site(path=path, kind=kind, width=int(str(width))) for path in paths]
+        found += [Site(path=path, kind=kind, width=width) for path in paths]
     return found
 
 
-def resolve(model: nn.Module, path: str) -> nn.Module:
-    """The module at ``path``.
-
-    Raises:
-        SiteError: If there is none (near paths are named), or it is a container whose children
-            would run an inserted block twice or not at all.
-    """
-    named = dict(model.named_modules())
-    if path not in named or not path:
-        near = [name for name in named if name.startswith(path.split(".")[0])][:6] or list(named)[1:7]
-        raise SiteError(f"no module at path {path!r}: use one of {', '.join(near)}, ...")
-    module: nn.Module = named[path]
-    if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-        raise SiteError(
-            f"{path!r} is a container ({type(module).__name__}): name its last child, whose output is the same stream"
-        )
-    return module
-
-
-def stream_of(output: Any, *, path: str) -> Tensor:
-    """The stream tensor in a module's output: itself, or the first item of a tuple.
-
-    Raises:
-        SiteError: If there is no floating-point tensor of 2 to 4 axes.
-    """
-    tensor = output[0] if isinstance(output, tuple | list) and output else output
-    if not isinstance(tensor, Tensor) or tensor.ndim not in _KINDS or not tensor.is_floating_point():
-        shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(output).__name__
-        raise SiteError(f"output of {path!r} ({shape}) is no residual stream: needs [B, d], [B, T, d] or [B, C, H, W]")
-    return tensor
-
-
-def with_stream(output: Any, stream: Tensor) -> Any:
-    """A module's output with its stream replaced: the tensor, or the first item of a tuple or list."""
-    if not isinstance(output, tuple | list):
-        return stream
-    items = [stream, *output[1:]]
-    if isinstance(output, tuple) and hasattr(output, "_fields"):  # a named tuple
-        return type(output)(*items)
-    return type(output)(items)
-
-
-def site_of(stream: Tensor, *, path: str) -> Site:
-    """Describe the stream that was seen at ``path``."""
-    return Site(path=path, kind=_KINDS[stream.ndim], width=stream.shape[1 if stream.ndim == 4 else -1])
+def _stream_from(entry: nn.Module) -> tuple[StreamKind, int]:
+    """Kind and width of the stream that the entry of a family's group writes."""
+    match entry:
+        case TokenEmbedding():
+            return "sequence", entry.embedding_dim
+        case nn.Conv2d():
+            return "image", entry.out_channels
+        case nn.Linear():
+            return "vector", entry.out_features
+        case _:
+            raise SiteError(f"the entry of a group is a {type(entry).__name__}, which writes no known stream")
 
 
 def default_block_config(model: nn.Module, site: Site) -> dict[str, Any]:
-    """The block that fits a site: the shape of the nearest block, else hidden = width."""
+    """The block that fits a site: the shape of the network's own layers or nearest block, else hidden = width."""
+    known = None if isinstance(model, Family) else adapters.config_at(model, site)
+    if known is not None:
+        return known
     near = neighbour(model, site)
     if near is not None:
         return near.config()
+    if isinstance(model, GPT):
+        return dict(model.branch)
     if site.kind == "image":
         group_size = 4 if site.width % 4 == 0 else 1
         return ConvBlock(site.width, site.width, group_size=group_size).config()
     return MLPBlock(site.width, site.width).config()
+
+
+def default_block(model: nn.Module, site: Site, *, generator: torch.Generator, copy: bool) -> tuple[Block, str | None]:
+    """The block that fits a site, and the path of the block or layer whose inner weights it copies.
+
+    Args:
+        model: The network.
+        site: Where the block would go.
+        generator: Of random inner weights.
+        copy: Whether to copy a neighbour: the block that reads this very stream, else the nearest one.
+    """
+    known = None if isinstance(model, Family) else adapters.block_at(model, site, generator=generator, copy=copy)
+    if known is not None:
+        return known
+    source = reader(model, site) or nearest(model, site) if copy else None
+    if source is not None:
+        block = resolve(model, source)
+        assert isinstance(block, Block)
+        return copy_of(block, generator=generator), source
+    return block_from_config(default_block_config(model, site), generator=generator), None
+
+
+def reader(model: nn.Module, site: Site) -> str | None:
+    """Path of the block of a family that reads the stream at a site, or None behind the last one of a group."""
+    head, _, last = site.path.rpartition(".")
+    if not isinstance(model, Family):
+        return None
+    following = f"{head}.blocks.0.branch" if last == "entry" else ""
+    if last.isdigit():
+        following = f"{head}.{int(last) + 1}.branch"
+    try:
+        found = model.get_submodule(following) if following else None
+    except AttributeError:
+        return None
+    return following if isinstance(found, Block) else None
+
+
+def nearest(model: nn.Module, site: Site) -> str | None:
+    """Path of :func:`neighbour`."""
+    near = neighbour(model, site)
+    return None if near is None else next(path for path, module in model.named_modules() if module is near)
 
 
 def neighbour(model: nn.Module, site: Site) -> Block | None:
@@ -113,7 +112,8 @@ def neighbour(model: nn.Module, site: Site) -> Block | None:
     """
     before: Block | None = None
     reached = False
-    wanted = ConvBlock if site.kind == "image" else MLPBlock
+    kinds: dict[StreamKind, type[Block]] = {"image": ConvBlock, "sequence": TransformerBlock, "vector": MLPBlock}
+    wanted = kinds[site.kind]
     for path, module in model.named_modules():
         reached = reached or path == site.path
         fits = isinstance(module, wanted) and module.config()["width"] == site.width
@@ -141,11 +141,15 @@ def size_of(model: nn.Module) -> tuple[int, int, int]:
 __all__ = [
     "Residual",
     "Site",
+    "StreamKind",
     "blocks_of",
+    "default_block",
     "default_block_config",
     "neighbour",
     "resolve",
     "site_of",
     "sites",
     "size_of",
+    "stream_of",
+    "with_stream",
 ]

@@ -1,6 +1,6 @@
 """Candidates: blocks that could be added somewhere, held beside the network, never in it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from growth_service.blocks import Block
-from growth_service.errors import SiteError
+from growth_service.blocks.projections import Projection, projection_shape, shares_features
+from growth_service.errors import SiteError, UserError
 from growth_service.models.sites import resolve, stream_of, with_stream
 
 Loss = Callable[[Any, Any], Tensor]
@@ -23,9 +24,18 @@ class Candidate:
 
     path: str
     """Site of a new block (depth), or the block that would get new units (width)."""
-    block: Block
+    block: Any
+    """A :class:`Block`; or any module that adds nothing yet, scored through Jacobian products."""
     kind: Literal["depth", "width"] = "depth"
     """A new block reads the output of the module, new units read its input; both add to the output."""
+    beside: str | None = None
+    """Path of an existing linear map or convolution that writes at the same place: what its inputs express
+    already is taken off the score (formula "grow against train on"). None: nothing is."""
+    shared: str | None = None
+    """Path of an existing block with the same inner weights that reads the same stream: its features are those
+    of the candidate, so they are taken from the network's own forward pass. None: they are computed."""
+    name: str = ""
+    """Tells several candidates at one site apart, for example where their inner weights come from."""
 
 
 @contextmanager
@@ -36,15 +46,29 @@ def untouched(model: nn.Module, *, with_gradient: bool) -> Iterator[None]:
     """
     modes = [(m, m.training) for m in model.modules()]
     frozen = [(p, p.requires_grad) for p in model.parameters()]
+    devices = list({p.device for p, _ in frozen if p.device.type == "cuda"})
     model.eval()
     try:
         for p, _ in frozen:
             p.requires_grad_(False)
-        with torch.set_grad_enabled(with_gradient):
+        with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(with_gradient):
             yield
     finally:
         for p, flag in frozen:
             p.requires_grad_(flag)
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def evaluating(blocks: list[nn.Module]) -> Iterator[None]:
+    """Candidate blocks in eval mode inside: batch statistics are theirs, not a batch's, and stay as they are."""
+    modes = [(m, m.training) for block in blocks for m in block.modules()]
+    try:
+        for block in blocks:
+            block.eval()
+        yield
+    finally:
         for module, training in modes:
             module.training = training
 
@@ -56,30 +80,48 @@ class Taps:
     gradient of the loss with respect to all streams comes from one data-only backward pass.
     """
 
-    def __init__(self, model: nn.Module, paths: list[str], *, with_gradient: bool) -> None:
-        self._model, self._paths, self._with_gradient = model, paths, with_gradient
+    def __init__(
+        self, model: nn.Module, paths: list[str], *, with_gradient: bool, beside: tuple[str, ...] = ()
+    ) -> None:
+        self._model, self._paths, self._with_gradient, self._beside = model, paths, with_gradient, beside
         self._handles: list[Any] = []
         self.read: dict[str, Tensor] = {}
+        """What the module at a path read."""
         self.stream: dict[str, Tensor] = {}
+        """What it wrote."""
 
     def __enter__(self) -> "Taps":
         """Attach the hooks."""
         try:
-            self.stream.clear()
+            self.clear()
             for path in self._paths:
                 hook = self._hook(path)
                 self._handles.append(resolve(self._model, path).register_forward_hook(hook))
+            for path in self._beside:
+                self._handles.append(resolve(self._model, path).register_forward_pre_hook(self._listen(path)))
         except BaseException:
-            self.__exit__(BaseException)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(self, kind: object = None, *_: object) -> None:
-        """Detach them; all modules must have run, unless an error came first."""
+    def __exit__(self, *_: object) -> None:
+        """Detach them."""
         for handle in self._handles:
             handle.remove()
-        missing = [p for p in self._paths if p not in self.stream]
-        if kind is None and missing:
+
+    def clear(self) -> None:
+        """Forget the last forward pass."""
+        self.read.clear()
+        self.stream.clear()
+
+    def check(self) -> None:
+        """All tapped modules have run; to be called after each forward pass.
+
+        Raises:
+            SiteError: If one has not.
+        """
+        missing = [p for p in self._paths if p not in self.stream] + [p for p in self._beside if p not in self.read]
+        if missing:
             raise SiteError(f"{missing[0]!r} does not run in a forward pass of these inputs: no block can go there")
 
     def _hook(self, path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
@@ -99,13 +141,93 @@ class Taps:
 
         return hook
 
+    def _listen(self, path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            self.read[path] = args[0].detach()
+
+        return hook
+
+
+def is_projected(block: nn.Module) -> bool:
+    """Whether a block is a zero projection of features, so that its score has a closed form."""
+    return isinstance(block, Block) and isinstance(block.project, Projection)
+
+
+def beside_of(model: nn.Module, candidate: Candidate) -> nn.Linear | nn.Conv2d | None:
+    """The existing projection whose features are taken off a candidate's score.
+
+    Raises:
+        SiteError: If it is no linear map or convolution onto the candidate's rows.
+    """
+    if candidate.beside is None:
+        return None
+    module = resolve(model, candidate.beside)
+    if not isinstance(module, nn.Linear | nn.Conv2d) or not shares_features(candidate.block.project):
+        raise SiteError(
+            f"{candidate.beside!r} is a {type(module).__name__} beside a {type(candidate.block.project).__name__}: "
+            "only features of linear maps and convolutions can be taken off a block with a full projection"
+        )
+    rows, own = projection_shape(module)[0], projection_shape(candidate.block.project)[0]
+    if rows != own:
+        raise SiteError(f"{candidate.beside!r} writes {rows} channels, the block at {candidate.path!r} writes {own}")
+    return module
+
+
+def run_model(model: nn.Module, inputs: Any) -> Any:
+    """Outputs for inputs that are a tensor, or a mapping of keyword arguments."""
+    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+
+
+def first_samples(inputs: Any, num: int) -> Any:
+    """The first samples of a batch of inputs."""
+    return slice_samples(inputs, 0, num)
+
+
+def slice_samples(inputs: Any, start: int, stop: int) -> Any:
+    """Some consecutive samples of a batch of inputs."""
+    if isinstance(inputs, Mapping):
+        return {k: v[start:stop] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    return inputs[start:stop]
+
+
+def num_inputs(inputs: Any) -> int:
+    """Samples in a batch of inputs."""
+    return len(next(iter(inputs.values()))) if isinstance(inputs, Mapping) else len(inputs)
+
+
+def sum_loss(loss: Loss, outputs: Any, targets: Any, *, reduction: Reduction) -> Tensor:
+    """The sum of per-sample losses, from a loss that averages, sums, or does neither.
+
+    Raises:
+        UserError: If the loss cannot take these outputs and targets, or gives the wrong shape.
+    """
+    num = len(targets)
+    try:
+        value = loss(outputs, targets)
+    except (ValueError, RuntimeError, IndexError, TypeError) as error:
+        seen = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise UserError(
+            f"the loss cannot take outputs {seen} and targets {tuple(getattr(targets, 'shape', (num,)))}: {error}"
+        ) from error
+    return summed(value, reduction=reduction, num_samples=num)
+
 
 def summed(loss_value: Tensor, *, reduction: Reduction, num_samples: int) -> Tensor:
-    """The sum of per-sample losses, from a loss that averages, sums, or does neither."""
-    match reduction:
-        case "mean":
-            return loss_value * num_samples
-        case "sum":
-            return loss_value
-        case "none":
-            return loss_value.reshape(num_samples, -1).sum()
+    """The sum of per-sample losses, from the value of a loss with this reduction.
+
+    Raises:
+        UserError: If the value has another shape than the reduction promises.
+    """
+    if reduction == "none":
+        if loss_value.numel() % num_samples or not loss_value.numel():
+            raise UserError(
+                f"with reduction 'none' the loss must give one number (or one row) a sample: got shape "
+                f"{tuple(loss_value.shape)} for {num_samples} samples"
+            )
+        return loss_value.reshape(num_samples, -1).sum()
+    if loss_value.numel() != 1:
+        raise UserError(
+            f"with reduction {reduction!r} the loss must give one number, got shape {tuple(loss_value.shape)}: "
+            "use reduction 'none' for per-sample losses"
+        )
+    return loss_value.reshape(()) * (num_samples if reduction == "mean" else 1)

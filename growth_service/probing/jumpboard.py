@@ -2,30 +2,48 @@
 
 Direction from one fold of training samples (heavy-tailed gradients clipped), step size from
 another; if no step lowers the loss there, the step is zero and the jumpboard is the old network.
+From there a few steps on the output projection alone say what a short trial would gain. The network
+itself is never changed: the block runs from a hook, on a copy.
 Source: the auxiliary network of Cheng et al. 2026 (arXiv:2605.08297), built by line search.
 """
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
-from growth_service.blocks import Block, stream_positions, tangent_features
+from growth_service.blocks import Block, set_projection
+from growth_service.blocks.projections import flatten_projection
 from growth_service.core.score import FloatArray, descent_direction, whitener
-from growth_service.models.flops import FlopCounter, counted
+from growth_service.errors import UserError
+from growth_service.models.flops import counted as counted_flops
 from growth_service.models.sites import resolve, stream_of, with_stream
 from growth_service.probing import collect
-from growth_service.probing.candidates import Batch, Candidate, Loss, Reduction, summed, untouched
-from growth_service.probing.probe import Mapper, numbered
+from growth_service.probing.candidates import (
+    Batch,
+    Candidate,
+    Loss,
+    Reduction,
+    first_samples,
+    is_projected,
+    run_model,
+    sum_loss,
+    untouched,
+)
+from growth_service.probing.cost import cost_of
+from growth_service.probing.probe import Mapper, counted
 
 RELATIVE_STEPS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 """Sizes ||a D phi|| / ||z|| that the line search tries, up to r_max."""
 CLIP_SHARE = 0.99
+TRIAL_RELATIVE_STEP = 3e-3
+"""Size of a trial's step on the output projection, relative to the stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +60,11 @@ class Jumpboard:
     tried: tuple[tuple[float, float], ...]
     """(relative step, loss) of each size tried."""
     flops: int
+    held_out_gain: float | None = None
+    """J: loss that the step removes on held-out samples, nats; None where there were none."""
+    trial_steps: int = 0
+    trial_gain: float | None = None
+    """J_K: the same after K further steps on the output projection alone."""
 
 
 def clipped_direction(
@@ -54,46 +77,40 @@ def clipped_direction(
     ridge: float,
     mapper: Mapper,
 ) -> tuple[FloatArray, int]:
-    """-G Sigma^-1 with the cross-gradient of each sample clipped at the 99th percentile of its norm.
+    """-G Sigma^-1 with the gradient of each sample clipped at the 99th percentile of norms.
 
     Returns:
         The direction ``[D, K]`` and the FLOPs it took.
     """
+    samples = counted(batches, what="batches", need="pass training samples")
 
-    def one(item: tuple[int, Batch]) -> tuple[collect.Moments, collect.Units]:
-        first, batch = item
-        plain = collect.moments(model, [candidate], batch, first=first, loss=loss, reduction=reduction)
-        width, features = plain.sites[0].cross_DK.shape
-        identity, nothing = np.eye(features), np.zeros((width, features))
-        norms = collect.units(
-            model,
-            [candidate],
-            batch,
-            inv_sqrt=[identity],
-            train_whitened=[nothing],
-            loss=loss,
-            reduction=reduction,
-            sketch_seed=0,
-        )
-        return plain, norms
+    def plain(item: tuple[int, Batch]) -> tuple[collect.SiteSums, list[float]]:
+        passing = collect.Pass(model, [candidate], loss=loss, reduction=reduction)
+        for first, num, (seen,) in passing.batches([item]):
+            total = collect.SiteTotal(seen, num_samples=samples.num, exact=False)
+            total.add(seen, first=first, num=num)
+            assert seen.g is not None
+            norms: list[float] = seen.g.flatten(1).norm(dim=1).tolist()
+        return total.sums(), norms
 
-    parts = mapper(one, numbered(batches, size=lambda batch: len(batch[1])))
-    norms_N = np.concatenate([units.sites[0].gradient_norm_N for _, units in parts])
-    limit = float(np.quantile(norms_N, CLIP_SHARE))
+    def clipped(item: tuple[int, Batch]) -> FloatArray:
+        passing = collect.Pass(model, [candidate], loss=loss, reduction=reduction)
+        for _, num, (seen,) in passing.batches([item]):
+            assert seen.g is not None
+            shrink = (limit / seen.g.flatten(1).norm(dim=1).clamp(min=1e-300)).clamp(max=1.0)
+            seen.g.mul_(shrink.reshape(-1, *[1] * (seen.g.ndim - 1)))
+            cross = torch.zeros(seen.shape, dtype=seen.g.dtype, device=seen.g.device)
+            seen.add_cross(0, num, to=cross)
+        return collect.to_array(cross)
 
-    def clipped(batch: Batch) -> tuple[FloatArray, int]:
-        with FlopCounter() as counter:
-            cross_DK = _clipped_cross(model, candidate, batch, loss=loss, reduction=reduction, limit=limit)
-        return cross_DK, counter.flops
-
+    parts = mapper(plain, list(samples.items()))
+    limit = float(np.quantile(np.concatenate([norms for _, norms in parts]), CLIP_SHARE))
     total = parts[0][0]
-    for plain, _ in parts[1:]:
-        total = total.plus(plain)
-    clipped_parts = mapper(clipped, batches)
-    cross_DK = np.sum([cross for cross, _ in clipped_parts], axis=0) / total.num_samples
-    sigma_KK = total.sites[0].sigma_KK
-    flops = sum(plain.flops + units.flops for plain, units in parts) + sum(cost for _, cost in clipped_parts)
-    return descent_direction(cross_DK, whitener(sigma_KK, ridge=ridge)), flops
+    for sums, _ in parts[1:]:
+        total = total.plus(sums)
+    cross_DK = np.sum(mapper(clipped, list(samples.items())), axis=0) / samples.num
+    cost = cost_of(model, [candidate], samples.first, loss=loss, reduction=reduction, with_pool=False)
+    return descent_direction(cross_DK, whitener(total.sigma, ridge=ridge)), 2 * cost.labelled * samples.num
 
 
 def jumpboard(
@@ -107,6 +124,8 @@ def jumpboard(
     reduction: Reduction,
     r_max: float = 0.3,
     mapper: Mapper | None = None,
+    held_out: Sequence[Batch] | None = None,
+    trial_steps: int = 0,
 ) -> Jumpboard:
     """Line-search a step of the block's projection along ``direction``; the network is unchanged.
 
@@ -120,84 +139,118 @@ def jumpboard(
         reduction: What it does over samples.
         r_max: Largest relative step, in (0, 1).
         mapper: As in :func:`probe`.
+        held_out: Samples on which to measure the gain of the step, J, and of the trial, J_K.
+        trial_steps: K: steps on the output projection alone, from the jumpboard, one batch each.
 
     Returns:
         The best step of the grid; the zero step where none lowers the loss.
+
+    Raises:
+        UserError: If the block is no zero projection of features, or a trial has no held-out samples.
     """
+    if not is_projected(block):
+        raise UserError(f"a jumpboard moves an output projection: {type(block).__name__} has none")
+    if trial_steps and held_out is None:
+        raise UserError("a trial is judged on samples it was not trained on: pass held_out")
     run = mapper or (lambda function, items: [function(item) for item in items])
-    matrix = torch.from_numpy(np.ascontiguousarray(direction))
+    branch = copy.deepcopy(block).eval()
 
-    def sizes(batch: Batch) -> tuple[float, float, float, int]:
-        """Sums over the batch: ||D phi||^2, ||z||^2, loss, samples."""
-        moved: list[tuple[float, float]] = []
-        with untouched(model, with_gradient=False), _added(model, site, block, matrix, scale=0.0, seen=moved):
-            value = float(_sum_loss(model, batch, loss, reduction))
-        return moved[0][0], moved[0][1], value, len(batch[1])
+    def loss_of(batch: Batch, matrix_DK: FloatArray | None) -> float:
+        """Summed loss of a batch with the projection set to a matrix."""
+        with untouched(model, with_gradient=False), _added(model, site, branch, matrix_DK):
+            return float(sum_loss(loss, run_model(model, batch[0]), batch[1], reduction=reduction))
 
-    sums = np.array(run(sizes, batches)).sum(axis=0)
-    num, loss_before = int(sums[3]), float(sums[2] / sums[3])
-    unit = math.sqrt(sums[0] / sums[1]) if sums[1] > 0 else 0.0
-    tried = []
+    def losses(samples: Sequence[Batch], matrix_DK: FloatArray | None) -> float:
+        """Mean loss over samples."""
+        total = float(np.sum(run(lambda batch: loss_of(batch, matrix_DK), samples)))
+        return total / sum(len(targets) for _, targets in samples)
+
+    def sizes(batch: Batch) -> tuple[float, float]:
+        """||D phi||^2 and ||z||^2 over the batch, to first order in the projection."""
+        seen: list[tuple[float, float]] = []
+        with untouched(model, with_gradient=False), _measured(model, site, branch, direction, seen):
+            run_model(model, batch[0])
+        return seen[0]
+
+    moved_sq, stream_sq = np.array(run(sizes, batches)).sum(axis=0)
+    unit = math.sqrt(moved_sq / stream_sq) if stream_sq > 0 else 0.0
+    loss_before = losses(batches, None)
     steps = [r for r in RELATIVE_STEPS if r <= r_max] if unit > 0 else []
-    for relative in steps:
-
-        def at(batch: Batch, scale: float = relative / unit) -> float:
-            with untouched(model, with_gradient=False), _added(model, site, block, matrix, scale=scale):
-                return float(_sum_loss(model, batch, loss, reduction))
-
-        tried.append((relative, float(np.sum(run(at, batches))) / num))
-    inputs, targets = batches[0]
-    flops = counted(lambda: sizes((inputs[:1], targets[:1]))) * num * (1 + len(steps))
+    tried = [(relative, losses(batches, relative / unit * direction)) for relative in steps]
     best = min(tried, key=lambda t: t[1], default=(0.0, loss_before))
     if not best[1] < loss_before:
         best = (0.0, loss_before)
-    scale = best[0] / unit if unit > 0 else 0.0
+    matrix_DK = (best[0] / unit if unit > 0 else 0.0) * direction
+    gain = trial = None
+    passes = 2 + len(steps)
+    if held_out is not None:
+        before = losses(held_out, None)
+        gain = before - losses(held_out, matrix_DK) if best[0] else 0.0
+        if trial_steps and unit > 0:
+            rate = TRIAL_RELATIVE_STEP / unit * float(np.sqrt(np.square(direction).mean()))
+            trained_DK = _trial(
+                model, site, branch, matrix_DK, batches, loss=loss, reduction=reduction, steps=trial_steps, rate=rate
+            )
+            trial = before - losses(held_out, trained_DK)
+    inputs, targets = batches[0]
+    one_sample = counted_flops(lambda: loss_of((first_samples(inputs, 1), targets[:1]), direction))
+    num = sum(len(t) for _, t in batches)
     return Jumpboard(
-        matrix_DK=scale * direction,
+        matrix_DK=matrix_DK,
         relative_step=best[0],
         loss_before=loss_before,
         loss_after=best[1],
         tried=tuple(tried),
-        flops=flops,
+        flops=one_sample * num * passes,
+        held_out_gain=gain,
+        trial_steps=trial_steps,
+        trial_gain=trial,
     )
 
 
-def _clipped_cross(
-    model: nn.Module, candidate: Candidate, batch: Batch, *, loss: Loss, reduction: Reduction, limit: float
+def _trial(
+    model: nn.Module,
+    site: str,
+    branch: Block,
+    matrix_DK: FloatArray,
+    batches: Sequence[Batch],
+    *,
+    loss: Loss,
+    reduction: Reduction,
+    steps: int,
+    rate: float,
 ) -> FloatArray:
-    """Sum of cross-gradients of one batch, each sample's gradient scaled down to norm ``limit``."""
-    with untouched(model, with_gradient=True):
-        _, _, _, taps, gradients, _ = collect.forward_backward(
-            model, [candidate], batch, loss=loss, reduction=reduction
-        )
-        g = stream_positions(gradients[candidate.path])
-        norms = g.double().square().sum(dim=(1, 2)).sqrt()
-        shrink = torch.clamp(limit / norms.clamp(min=torch.finfo(torch.float64).tiny), max=1.0).to(g)
-        phi = collect.candidate_features(candidate, taps)
-        cross: FloatArray = torch.einsum("bdp,bkp->dk", g * shrink[:, None, None], phi).double().cpu().numpy()
-    return cross
+    """K steps of Adam on the output projection alone, from the jumpboard. ``[D, K]``."""
+    set_projection(branch.project, torch.from_numpy(np.ascontiguousarray(matrix_DK)))
+    parameters = list(branch.project.parameters())
+    optimizer = optim.Adam(parameters, lr=rate)
+    for step in range(steps):
+        inputs, targets = batches[step % len(batches)]
+        with untouched(model, with_gradient=True), _hooked(model, site, branch):
+            total = sum_loss(loss, run_model(model, inputs), targets, reduction=reduction) / len(targets)
+            found = torch.autograd.grad(total, parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return collect.to_array(flatten_projection(branch.project))
 
 
 @contextmanager
-def _added(
-    model: nn.Module,
-    site: str,
-    block: Block,
-    matrix_DK: Tensor,
-    *,
-    scale: float,
-    seen: list[tuple[float, float]] | None = None,
-) -> Iterator[None]:
-    """Add ``scale * matrix phi(z)`` to the stream at ``site`` while inside; note its size."""
+def _added(model: nn.Module, site: str, branch: Block, matrix_DK: FloatArray | None) -> Iterator[None]:
+    """Run the branch with a projection on the stream at ``site`` while inside; None: nothing is added."""
+    if matrix_DK is None:
+        yield
+        return
+    set_projection(branch.project, torch.from_numpy(np.ascontiguousarray(matrix_DK)))
+    with _hooked(model, site, branch):
+        yield
 
+
+@contextmanager
+def _hooked(model: nn.Module, site: str, branch: Block) -> Iterator[None]:
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         z = stream_of(output, path=site)
-        delta = torch.einsum("dk,bkp->bdp", matrix_DK.to(z), tangent_features(block, z))
-        if seen is not None:
-            seen.append((float(delta.double().square().sum()), float(z.double().square().sum())))
-        layout = delta.transpose(1, 2) if z.ndim == 3 else delta
-        moved = z + scale * layout.reshape(z.shape) if scale else z
-        return with_stream(output, moved)
+        return with_stream(output, z + branch(z.to(next(branch.parameters()).dtype)).to(z.dtype))
 
     handle = resolve(model, site).register_forward_hook(hook)
     try:
@@ -206,6 +259,20 @@ def _added(
         handle.remove()
 
 
-def _sum_loss(model: nn.Module, batch: Batch, loss: Callable[[Any, Any], Tensor], reduction: Reduction) -> Tensor:
-    inputs, targets = batch
-    return summed(loss(model(inputs), targets), reduction=reduction, num_samples=len(targets))
+@contextmanager
+def _measured(
+    model: nn.Module, site: str, branch: Block, matrix_DK: FloatArray, seen: list[tuple[float, float]]
+) -> Iterator[None]:
+    """Note the sizes of what a projection would add to the stream, to first order, and of the stream."""
+    set_projection(branch.project, torch.from_numpy(np.ascontiguousarray(matrix_DK)))
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        z: Tensor = stream_of(output, path=site).to(next(branch.parameters()).dtype)
+        delta = branch.project(branch.features(z))
+        seen.append((collect.square_sum(delta), collect.square_sum(z)))
+
+    handle = resolve(model, site).register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -4,43 +4,48 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from growth_service.blocks import Block, block_from_config
 from growth_service.core import certificate as cert
 from growth_service.core.decisions import tolerance_nats
-from growth_service.core.score import (
-    covariance_diagnostic,
-    pool_inflation,
-    whitener,
-)
-from growth_service.core.streams import stream_seed
+from growth_service.core.score import covariance_diagnostic
 from growth_service.errors import UserError
-from growth_service.models.flops import block_flops_per_sample
-from growth_service.models.sites import default_block_config, resolve, site_of
-from growth_service.models.sites import sites as default_sites
 from growth_service.probing import collect
-from growth_service.probing.candidates import Batch, Candidate, Loss, Reduction, Taps, untouched
+from growth_service.probing.candidates import (
+    Batch,
+    Candidate,
+    Loss,
+    Reduction,
+    is_projected,
+    num_inputs,
+)
 from growth_service.probing.certify import Look, certify
-from growth_service.probing.report import SaturationReport
+from growth_service.probing.cost import Cost, cost_of, probe_flops
+from growth_service.probing.defaults import Inner, default_candidates
+from growth_service.probing.frames import Geometry, geometry
+from growth_service.probing.overlap import shared_samples
+from growth_service.probing.report import SaturationReport, SiteReport
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 """Applies a function to items and returns results in their order; may spread them over ranks."""
+Total = TypeVar("Total", collect.Sums, collect.Rows)
+Progress = Callable[[int, int], None]
+"""Told how many samples are done, and how many there are."""
 
 R_MAX_RANGE = (0.05, 0.3)
 R_MAX_WITHOUT_BLOCKS = 0.1
-FEW = 8
-"""Samples from which the cost of a probe is estimated."""
-MAX_UNITS = 2048
-"""Independent units per look; more are left for the next look."""
+MAX_CHUNKS = 32
+"""Rows of a certificate at most: sums over chunks of held-out samples."""
+SIZE_SAMPLES = 512
+"""Samples on which the size of an ordinary block's step is measured."""
+LANES = 4
+"""Parts into which ranks divide a pass; fixed, so that 1, 2 and 4 ranks give equal bits."""
 
 
 def probe(
@@ -51,14 +56,17 @@ def probe(
     reduction: Reduction,
     train_batches: Iterable[Batch] | None = None,
     sites: Sequence[str] | None = None,
-    blocks: dict[str, Block] | None = None,
-    pool: Iterable[Tensor] | None = None,
+    blocks: dict[str, nn.Module | Sequence[nn.Module]] | None = None,
+    pool: Iterable[Any] | None = None,
     level: float = 0.05,
     tolerance: float | None = None,
     ridge: float = 1e-3,
     seed: int = 0,
+    inner: Inner | Sequence[Inner] = "copy",
     candidates: Sequence[Candidate] | None = None,
+    fresh: Iterable[Batch] | None = None,
     mapper: Mapper | None = None,
+    progress: Progress | None = None,
 ) -> SaturationReport:
     """Measure at every site how much loss a new block could remove, with confidence limits.
 
@@ -66,23 +74,30 @@ def probe(
     or random stream is different afterwards, also after an exception.
 
     Args:
-        model: Any module; its own families need no sites.
+        model: Any module; its own families and the architectures of :func:`sites` need no sites.
         batches: Re-iterable of (inputs, targets) that the network was NOT trained on, one
-            independent unit a row (an image, a sequence).
+            independent unit a row (an image, a sequence), in random order. Inputs are a tensor, or a
+            mapping of keyword arguments.
         loss: ``loss(outputs, targets)``.
         reduction: What it does over samples: ``"mean"``, ``"sum"`` or ``"none"``.
         train_batches: Samples the network was trained on; gives the training score and transfer.
-        sites: Module paths; None: the family's own.
-        blocks: Candidate block by site path; None: shaped like the nearest block, drawn by seed.
-        pool: Inputs for the feature second moment, disjoint from ``batches``; None: those of
-            ``train_batches``.
+        sites: Module paths; None: the known ones.
+        blocks: Candidate block, or several, by site path; None: shaped like the nearest block. A
+            module that is no :class:`Block` must add nothing yet, and is scored through Jacobian products.
+        pool: Inputs for the feature second moment, disjoint from ``batches``, every one of which
+            enters; None: as many of ``train_batches`` as the second moment needs.
         level: Error level over all candidates, in (0, 0.5).
         tolerance: Smallest gain that counts, in nats; None: max(0.01, 2 % of the loss).
         ridge: Share of the mean diagonal added to the second moment; "saturated" then means
             within the ridged family. 0: pseudo-inverse.
         seed: Of default blocks, sign flips and sketches.
+        inner: Inner weights of default blocks: a ``"copy"`` of the nearest block's (where there is one),
+            ``"random"`` draws, or several of these as candidates side by side.
         candidates: In place of ``sites`` and ``blocks``: any mix of new blocks and new units.
-        mapper: How batches are worked off; None: one after the other here.
+        fresh: More held-out samples, used for the best candidate alone: a choice among many is
+            certified again where it was not made.
+        mapper: How parts of a pass are worked off; None: one after the other here.
+        progress: Told after each batch how many samples are done, of how many.
 
     Returns:
         Certificates, the network's verdict, and the best candidate.
@@ -91,178 +106,322 @@ def probe(
         UserError: If there is no pool, too few samples, or a loss is not finite.
         SiteError: If a path is no residual stream.
     """
-    run = mapper or _serially
-    held_out = list(batches)
-    if not held_out:
-        raise UserError("batches is empty: a certificate needs at least 4 samples the network was not trained on")
+    held_out = counted(
+        batches, what="batches", need="a certificate needs at least 4 samples the network was not trained on"
+    )
+    prepared = prepare(
+        model,
+        example=held_out.first,
+        num_held_out=held_out.num,
+        loss=loss,
+        reduction=reduction,
+        train_batches=train_batches,
+        sites=sites,
+        blocks=blocks,
+        pool=pool,
+        level=level,
+        tolerance=tolerance,
+        ridge=ridge,
+        seed=seed,
+        inner=inner,
+        candidates=candidates,
+        mapper=mapper,
+        progress=progress,
+    )
+    size = chunk_size(held_out.num)
+    rows = prepared.look(held_out.items(), num_samples=held_out.num, size=size)
+    report = prepared.report(rows, level=level)
+    notes = prepared.notes(held_out)
+    if fresh is not None and report.best is not None:
+        report = replace(report, confirmed=prepared.confirm(report.best, fresh, level=level))
+    return replace(report, notes=notes)
+
+
+class Counted(NamedTuple):
+    """Batches, and how many samples they hold."""
+
+    batches: Sequence[Any] | Iterable[Any]
+    sizes: list[int]
+    first: Any
+
+    @property
+    def num(self) -> int:
+        """Samples over all batches."""
+        return sum(self.sizes)
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        """(index of the first sample, batch) of each batch."""
+        return zip(itertools.accumulate(self.sizes, initial=0), self.batches, strict=False)
+
+
+def counted(batches: Iterable[Any], *, what: str, need: str) -> Counted:
+    """Count the samples of re-iterable batches: a loader without a list behind it is run through once.
+
+    Raises:
+        UserError: If there is no sample, or the batches can be iterated only once.
+    """
+    if iter(batches) is batches:  # an iterator, not an iterable
+        batches = list(batches)
+    sizes, first = [], None
+    for batch in batches:
+        first = batch if first is None else first
+        sizes.append(len(batch[1]) if isinstance(batch, tuple | list) and len(batch) == 2 else num_inputs(batch))
+    if not sum(sizes):
+        raise UserError(f"{what} is empty: {need}")
+    return Counted(batches, sizes, first)
+
+
+def chunk_size(num_samples: int) -> int:
+    """Consecutive samples in a row of the certificate: as few as leave no more rows than are worth their cost."""
+    return -(-num_samples // MAX_CHUNKS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that a look at held-out samples needs, fixed before the first of them is seen."""
+
+    model: nn.Module
+    candidates: list[Candidate]
+    geometries: list[Geometry]
+    loss: Loss
+    reduction: Reduction
+    level: float
+    tolerance: float | None
+    ridge: float
+    seed: int
+    r_max: float
+    num_train: int
+    loss_train: float | None
+    num_pool: int
+    """Samples of a pool of its own; 0: the training samples served."""
+    protocol: str
+    cost: Cost
+    run: Mapper
+    lanes: int
+    train: Counted | None
+    progress: Callable[[int], None] | None
+
+    def look(
+        self, items: Iterable[tuple[int, Batch]], *, num_samples: int, size: int, only: int | None = None
+    ) -> collect.Rows:
+        """Rows of held-out samples, ``size`` consecutive ones each; of one candidate alone if asked for.
+
+        Raises:
+            UserError: If there are fewer than 4 samples.
+        """
+        if num_samples < 4:
+            raise UserError(f"a certificate needs at least 4 held-out samples, got {num_samples}: pass more in batches")
+        chosen = self.candidates if only is None else [self.candidates[only]]
+        frames = [g.frame for g in (self.geometries if only is None else [self.geometries[only]])]
+
+        def lane(part: Iterable[tuple[int, Batch]]) -> collect.Rows:
+            passing = collect.Pass(self.model, chosen, loss=self.loss, reduction=self.reduction, progress=self.progress)
+            return collect.rows_over(
+                passing, part, frames=frames, num_samples=num_samples, chunk_size=size, seed=self.seed
+            )
+
+        parts: list[collect.Rows] = self.run(lane, in_lanes(items, self.lanes))
+        return added_up(parts)
+
+    def report(self, rows: collect.Rows, *, level: float) -> SaturationReport:
+        """Certificates from rows, at an error level over all candidates."""
+        loss_nats = rows.loss_sum / rows.num_samples
+        look = Look(
+            loss_nats=loss_nats,
+            tolerance=tolerance_nats(self.tolerance, loss_nats=loss_nats),
+            level=level,
+            r_max=self.r_max,
+            num_candidates=len(self.candidates),
+            num_samples=rows.num_samples,
+            num_train=self.num_train,
+            seed=self.seed,
+        )
+        certified = [
+            certify(c, rows.sites[i], geometry=self.geometries[i], added_flops=self.cost.added[i], look=look)
+            for i, c in enumerate(self.candidates)
+        ]
+        reports = [report for report, _ in certified]
+        for found, sums in zip(reports, rows.sites, strict=True):
+            collect.check_finite(found.site, sums.cross_DJ)
+        useful = [r for r in reports if r.verdict == "useful"]
+        blocks: dict[tuple[str, str], Any] = {}
+        for _, c in sorted(zip(reports, self.candidates, strict=True), key=lambda rc: -rc[0].gain_per_flop):
+            blocks.setdefault((c.kind, c.path), c.block)
+        return SaturationReport(
+            sites=reports,
+            verdict=cert.network_verdict([r.verdict for r in reports]),
+            best=max(useful, key=lambda r: r.gain_per_flop) if useful else None,
+            covariance={
+                c.path: covariance_diagnostic(s.covariance) for c, s in zip(self.candidates, rows.sites, strict=True)
+            },
+            loss_nats=loss_nats,
+            loss_train_nats=self.loss_train,
+            tolerance_nats=look.tolerance,
+            level=level,
+            ridge=self.ridge,
+            r_max=self.r_max,
+            num_samples=rows.num_samples,
+            num_train=self.num_train,
+            flops=probe_flops(
+                self.cost,
+                num_train=self.num_train,
+                num_pool=self.num_pool,
+                num_held_out=rows.num_samples,
+                num_chunks=len(rows.sites[0].along_N),
+                resamples=[flips for _, flips in certified],
+            ),
+            protocol=self.protocol,
+            blocks=blocks,
+        )
+
+    def confirm(self, best: SiteReport, fresh: Iterable[Batch], *, level: float) -> SiteReport:
+        """Certify one candidate on samples that did not choose it, at the full level."""
+        samples = counted(fresh, what="fresh", need="pass held-out samples that are in no other argument")
+        index = next(
+            i for i, c in enumerate(self.candidates) if (c.kind, c.path, c.name) == (best.kind, best.site, best.name)
+        )
+        rows = self.look(samples.items(), num_samples=samples.num, size=chunk_size(samples.num), only=index)
+        alone = replace(self, candidates=[self.candidates[index]], geometries=[self.geometries[index]])
+        return alone.report(rows, level=level).sites[0]
+
+    def notes(self, held_out: Counted) -> tuple[str, ...]:
+        """What to know about the samples before relying on the figures."""
+        found = shared_samples(self.train.batches, held_out.batches) if self.train is not None else 0
+        if not found:
+            return ()
+        return (
+            f"{found} of {held_out.num} held-out samples are among the training samples: the network has fitted them, "
+            "so gains and transfer are those of training data and say nothing about new data",
+        )
+
+
+def prepare(
+    model: nn.Module,
+    *,
+    example: Batch,
+    num_held_out: int,
+    loss: Loss,
+    reduction: Reduction,
+    train_batches: Iterable[Batch] | None,
+    sites: Sequence[str] | None,
+    blocks: dict[str, nn.Module | Sequence[nn.Module]] | None,
+    pool: Iterable[Any] | None,
+    level: float,
+    tolerance: float | None,
+    ridge: float,
+    seed: int,
+    inner: Inner | Sequence[Inner],
+    candidates: Sequence[Candidate] | None,
+    mapper: Mapper | None,
+    progress: Progress | None,
+) -> Prepared:
+    """Choose candidates, pass over training samples and pool, and fix the metric; arguments of :func:`probe`."""
     if train_batches is None and pool is None:
         raise UserError(
             "probe needs train_batches, or pool (inputs disjoint from batches): a second moment from the probe "
             "samples themselves would bias every score"
         )
+    if not 0 < level < 0.5:
+        raise UserError(f"level {level} must be in (0, 0.5): it is the error over all candidates, for example 0.05")
+    if ridge < 0:
+        raise UserError(f"ridge {ridge} must be 0 or more: it is the share of the mean diagonal added to it")
+    train = pooled = None
+    if train_batches is not None:
+        train = counted(train_batches, what="train_batches", need="pass at least one batch, or None")
+    if pool is not None:
+        pooled = counted(pool, what="pool", need="pass inputs disjoint from batches")
     chosen = (
         list(candidates)
         if candidates is not None
-        else _default_candidates(model, sites, blocks, example=held_out[0][0], seed=seed)
+        else default_candidates(model, sites, blocks, example=example[0], inner=inner, seed=seed)
     )
     if not chosen:
         raise UserError("there is no candidate to probe: the network has no site")
-    protocol = _protocol(chosen, ridge=ridge, tolerance=tolerance, level=level)
+    lanes = 1 if mapper is None else LANES
+    run = mapper or (lambda function, items: [function(item) for item in items])
+    told = _progress(progress, total=num_held_out + (train.num if train else 0) + (pooled.num if pooled else 0))
 
-    train = _sum_moments(model, chosen, train_batches, loss=loss, reduction=reduction, run=run)
-    pooled = _sum_pool(model, chosen, pool, run=run) if pool is not None else train
-    assert pooled is not None
-    _check_finite(chosen, pooled)
-    whiteners = [whitener(s.sigma_KK, ridge=ridge) for s in pooled.sites]
-    inflations = [
-        pool_inflation(s.half_a_KK / max(s.kept_a, 1), s.half_b_KK / max(s.kept_b, 1), ridge=ridge)
-        for s in pooled.sites
-    ]
-    train_cross = [s.cross_DK / train.num_samples for s in train.sites] if train else [s.cross_DK for s in pooled.sites]
-    along = [g @ w.inv_sqrt_KK for g, w in zip(train_cross, whiteners, strict=True)]
+    def moments_of(samples: Counted, *, labelled: bool) -> collect.Sums:
+        def lane(part: Iterable[tuple[int, Any]]) -> collect.Sums:
+            passing = collect.Pass(
+                model,
+                chosen,
+                loss=loss if labelled else None,
+                reduction=reduction,
+                progress=told,
+                sizes_every=max(1, samples.num // SIZE_SAMPLES),
+            )
+            return collect.sum_over(passing, part, num_samples=samples.num, exact_moments=not labelled)
 
-    def look(batch: Batch) -> collect.Units:
-        return collect.units(
-            model,
-            chosen,
-            batch,
-            inv_sqrt=[w.inv_sqrt_KK for w in whiteners],
-            train_whitened=along,
-            loss=loss,
-            reduction=reduction,
-            sketch_seed=seed,
-        )
+        parts: list[collect.Sums] = run(lane, in_lanes(samples.items(), lanes))
+        return added_up(parts)
 
-    num_held_out = sum(len(b[1]) for b in held_out)
-    if num_held_out < 4:
-        raise UserError(f"a certificate needs at least 4 held-out samples, got {num_held_out}: pass more in batches")
-    rows = _at_most(collect.join(run(look, held_out)), MAX_UNITS)
-    loss_nats = rows.loss_sum / num_held_out
-    own = (train or pooled).block_ratio_sq
-    shared = Look(
-        loss_nats=loss_nats,
-        tolerance=tolerance_nats(tolerance, loss_nats=loss_nats),
-        level=level,
-        r_max=_ordinary_step(own),
-        num_candidates=len(chosen),
-        num_train=train.num_samples if train else 0,
-        seed=seed,
-    )
-    added = _added_flops(model, chosen, held_out[0][0])
-    certified = [
-        certify(
+    train_sums = moments_of(train, labelled=True) if train is not None else None
+    pool_sums = moments_of(pooled, labelled=False) if pooled is not None else train_sums
+    assert pool_sums is not None
+    num_train = train.num if train is not None else 0
+    geometries = [
+        geometry(
             candidate,
-            rows.sites[i],
-            whitening=whiteners[i],
-            inflation=inflations[i],
-            train_cross=train_cross[i],
-            stream_norm=math.sqrt(pooled.sites[i].stream_sq / pooled.num_samples),
-            added_flops=added[i],
-            look=shared,
-            s_plugin=float(np.square(rows.whitened_sums[i] / rows.num_samples).sum()),
+            pool_sums.sites[i],
+            num_pool=pool_sums.num_samples,
+            train_cross_DJ=(train_sums.sites[i].cross_DJ / num_train if train_sums else pool_sums.sites[i].cross_DJ),
+            ridge=ridge,
+            seed=seed,
         )
         for i, candidate in enumerate(chosen)
     ]
-    reports = [report for report, _ in certified]
-    flops = rows.flops + sum(cost for _, cost in certified)
-    flops += (train.flops if train else 0) + (pooled.flops if pool is not None else 0)
-    useful = [r for r in reports if r.verdict == "useful"]
-    return SaturationReport(
-        sites=reports,
-        verdict=cert.network_verdict([r.verdict for r in reports]),
-        best=max(useful, key=lambda r: r.gain_per_flop) if useful else None,
-        covariance={c.path: covariance_diagnostic(s.gradient_ND) for c, s in zip(chosen, rows.sites, strict=True)},
-        loss_nats=loss_nats,
-        tolerance_nats=shared.tolerance,
+    return Prepared(
+        model=model,
+        candidates=chosen,
+        geometries=geometries,
+        loss=loss,
+        reduction=reduction,
         level=level,
+        tolerance=tolerance,
         ridge=ridge,
-        r_max=shared.r_max,
-        flops=flops,
-        protocol=protocol,
-        blocks={(c.kind, c.path): c.block for c in chosen},
+        seed=seed,
+        r_max=_ordinary_step((train_sums or pool_sums).block_ratio_sq),
+        num_train=num_train,
+        loss_train=train_sums.loss_sum / num_train if train_sums else None,
+        num_pool=pooled.num if pooled is not None else 0,
+        protocol=_protocol(chosen, ridge=ridge, tolerance=tolerance, level=level),
+        cost=cost_of(model, chosen, example, loss=loss, reduction=reduction, with_pool=pooled is not None),
+        run=run,
+        lanes=lanes,
+        train=train,
+        progress=told,
     )
 
 
-def _default_candidates(
-    model: nn.Module, paths: Sequence[str] | None, blocks: dict[str, Block] | None, *, example: Any, seed: int
-) -> list[Candidate]:
-    """One new block a site: the user's, or one shaped like the nearest block."""
-    wanted = list(paths) if paths is not None else list(blocks or [s.path for s in default_sites(model)])
-    for path in wanted:
-        resolve(model, path)
-    with untouched(model, with_gradient=False), Taps(model, wanted, with_gradient=False) as taps:
-        model(example[:1])
-    made = []
-    for path in wanted:
-        block = (blocks or {}).get(path)
-        if block is None:
-            generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", path))
-            block = block_from_config(
-                default_block_config(model, site_of(taps.stream[path], path=path)), generator=generator
-            )
-            block.to(dtype=taps.stream[path].dtype, device=taps.stream[path].device)
-        made.append(Candidate(path=path, block=block))
-    return made
+def in_lanes(items: Iterable[tuple[int, Any]], lanes: int) -> list[Iterable[tuple[int, Any]]]:
+    """Every ``lanes``-th batch in a lane of its own; one lane keeps streaming."""
+    if lanes == 1:
+        return [items]
+    listed = list(items)
+    return [listed[i::lanes] for i in range(lanes)]
 
 
-def _sum_moments(
-    model: nn.Module,
-    candidates: list[Candidate],
-    batches: Iterable[Batch] | None,
-    *,
-    loss: Loss,
-    reduction: Reduction,
-    run: Mapper,
-) -> collect.Moments | None:
-    if batches is None:
-        return None
-    listed = list(batches)
-    if not listed:
-        raise UserError("train_batches is empty: pass at least one batch, or None")
-
-    def one(item: tuple[int, Batch]) -> collect.Moments:
-        return collect.moments(model, candidates, item[1], first=item[0], loss=loss, reduction=reduction)
-
-    return _added_up(run(one, numbered(listed, size=lambda batch: len(batch[1]))))
-
-
-def _sum_pool(model: nn.Module, candidates: list[Candidate], pool: Iterable[Tensor], *, run: Mapper) -> collect.Moments:
-    listed = list(pool)
-    if not listed:
-        raise UserError("pool is empty: pass inputs disjoint from batches")
-
-    def one(item: tuple[int, Tensor]) -> collect.Moments:
-        return collect.pool_moments(model, candidates, item[1], first=item[0])
-
-    return _added_up(run(one, numbered(listed, size=len)))
-
-
-def numbered(batches: Sequence[Item], *, size: Callable[[Item], int]) -> list[tuple[int, Item]]:
-    """Batches with the index of their first sample, so that no result depends on how samples are batched."""
-    firsts = itertools.accumulate((size(b) for b in batches), initial=0)
-    return list(zip(firsts, batches, strict=False))
-
-
-def _added_up(parts: list[collect.Moments]) -> collect.Moments:
-    total = parts[0]
-    for part in parts[1:]:
+def added_up(parts: list[Total]) -> Total:
+    """The sum of what lanes found, in their order; lanes without a batch have nothing to add."""
+    found = [part for part in parts if part.num_samples]
+    total = found[0]
+    for part in found[1:]:
         total = total.plus(part)
     return total
 
 
-def _check_finite(candidates: list[Candidate], pooled: collect.Moments) -> None:
-    for candidate, found in zip(candidates, pooled.sites, strict=True):
-        if not np.isfinite(found.sigma_KK).all():
-            raise UserError(
-                f"features at {candidate.path!r} are not finite on the pool: its inputs hold NaN or infinity, or the "
-                "network diverged"
-            )
+def _progress(told: Progress | None, *, total: int) -> Callable[[int], None] | None:
+    if told is None:
+        return None
+    done = 0
 
+    def step(num: int) -> None:
+        nonlocal done
+        done += num
+        told(min(done, total), total)
 
-def _at_most(rows: collect.Units, limit: int) -> collect.Units:
-    """The first ``limit`` rows; the loss stays over all."""
-    kept = [collect.SiteUnits(**{f: getattr(s, f)[:limit] for f in s.__dataclass_fields__}) for s in rows.sites]
-    return replace(rows, sites=kept)
+    return step
 
 
 def _ordinary_step(ratios: dict[str, tuple[float, float]]) -> float:
@@ -273,31 +432,17 @@ def _ordinary_step(ratios: dict[str, tuple[float, float]]) -> float:
     return float(np.clip(np.median(found), *R_MAX_RANGE))
 
 
-def _added_flops(model: nn.Module, candidates: list[Candidate], example: Any) -> list[int]:
-    """FLOPs that each candidate would add to a training sample."""
-    paths = list(dict.fromkeys(c.path for c in candidates))
-    with untouched(model, with_gradient=False), Taps(model, paths, with_gradient=False) as taps:
-        model(example[:1])
-    with torch.enable_grad():
-        return [
-            block_flops_per_sample(c.block, (taps.stream if c.kind == "depth" else taps.read)[c.path])
-            for c in candidates
-        ]
-
-
 def _protocol(candidates: list[Candidate], *, ridge: float, tolerance: float | None, level: float) -> str:
     """Digest of all that is fixed before a gradient is read, inner weights included."""
     digest = hashlib.sha256()
     for c in candidates:
-        digest.update(json.dumps([c.kind, c.path, c.block.config()]).encode())
+        config = c.block.config() if is_projected(c.block) else type(c.block).__name__
+        digest.update(json.dumps([c.kind, c.path, c.beside, c.shared, c.name, config]).encode())
         for parameter in c.block.parameters():
-            digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+            bits = parameter.detach().cpu().contiguous()
+            digest.update((bits.float() if bits.dtype == torch.bfloat16 else bits).numpy().tobytes())
     digest.update(json.dumps([ridge, tolerance, level]).encode())
     return digest.hexdigest()
-
-
-def _serially(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    return [function(item) for item in items]
 
 
 class Estimate(NamedTuple):
@@ -317,42 +462,20 @@ def estimate_flops(
     reduction: Reduction,
     level: float,
 ) -> Estimate:
-    """What a probe will cost at most, from a few samples of each kind, scaled up.
+    """What a probe will cost at most: all sign flips are counted, the rest is exact.
 
-    An upper limit: of few samples a larger share enters the second moment, and all sign flips are counted.
+    Finding out runs two passes of one sample.
     """
     chosen = list(candidates)
-    seen = collect.moments(model, chosen, _few(train_batches), first=0, loss=loss, reduction=reduction)
-    shapes = [s.cross_DK.shape for s in seen.sites]
-    looked = collect.units(
-        model,
-        chosen,
-        _few(batches),
-        inv_sqrt=[np.eye(k) for _, k in shapes],
-        train_whitened=[np.zeros(shape) for shape in shapes],
-        loss=loss,
-        reduction=reduction,
-        sketch_seed=0,
-    )
+    cost = cost_of(model, chosen, batches[0], loss=loss, reduction=reduction, with_pool=False)
     num_held_out = sum(len(b[1]) for b in batches)
-    passes = sum(
-        part.flops * -(-sum(len(b[1]) for b in listed) // part.num_samples)
-        for part, listed in ((seen, train_batches), (looked, batches))
-    )
     resamples = math.ceil(20 * len(chosen) / level)
-    certificates = sum(
-        cert.certificate_flops(
-            num_units=min(num_held_out, MAX_UNITS),
-            numbers=min(d * k, collect.MAX_UNIT_NUMBERS),
-            features=k,
-            num_resamples=resamples,
-        )
-        for d, k in shapes
+    flops = probe_flops(
+        cost,
+        num_train=sum(len(b[1]) for b in train_batches),
+        num_pool=0,
+        num_held_out=num_held_out,
+        num_chunks=-(-num_held_out // chunk_size(num_held_out)),
+        resamples=[resamples] * len(chosen),
     )
-    return Estimate(flops=passes + certificates, cost=seen.flops + looked.flops)
-
-
-def _few(batches: Sequence[Batch]) -> Batch:
-    """The first samples of the first batch."""
-    inputs, targets = batches[0]
-    return inputs[:FEW], targets[:FEW]
+    return Estimate(flops=flops, cost=cost.labelled + cost.unlabelled)

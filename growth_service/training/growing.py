@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn, optim
 
-from growth_service.blocks import Block, block_from_config, set_projection
+from growth_service.blocks import Block, set_projection
 from growth_service.core.receipts import Receipt
 from growth_service.core.schedule import AddBlock, AddData, AddUnits, Change, SignalGuided
 from growth_service.core.streams import stream_seed
 from growth_service.errors import SiteError
 from growth_service.growth import insert_block, widen
 from growth_service.growth.surgery import new_units, record_jumpboard
-from growth_service.models import default_block_config, neighbour, resolve, sites
+from growth_service.models import default_block, resolve, sites
 from growth_service.models.flops import FlopCounter
-from growth_service.models.sites import blocks_of
+from growth_service.models.sites import blocks_of, reader
 from growth_service.probing import Candidate, Jumpboard, jumpboard
 from growth_service.probing.jumpboard import clipped_direction
 from growth_service.training.batches import chunks_of
@@ -33,11 +33,12 @@ def candidates(model: nn.Module, policy: SignalGuided, *, stage: int, seed: int)
     if "depth" in policy.axes or "width" not in policy.axes:  # a policy that grows data alone looks at depth
         for site in sites(model):
             block = new_block(model, AddBlock(site=site.path, inner=policy.inner), stage=stage, seed=seed)
-            found.append(Candidate(path=site.path, block=block))
+            own = reader(model, site) if policy.inner == "copy" else None
+            found.append(Candidate(path=site.path, block=block, shared=own))
     if "width" in policy.axes:
         for path in blocks_of(model):
             branch = new_branch(model, AddUnits(block=path, units=policy.units), stage=stage, seed=seed)
-            found.append(Candidate(path=path, block=branch, kind="width"))
+            found.append(Candidate(path=path, block=branch, kind="width", beside=f"{path}.project"))
     return found
 
 
@@ -49,13 +50,7 @@ def new_block(model: nn.Module, change: AddBlock, *, stage: int, seed: int) -> B
         known = ", ".join(s.path for s in sites(model))
         raise SiteError(f"{change.site!r} is no site of this network: use one of {known}")
     generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", stage, "depth", change.site))
-    block = block_from_config(default_block_config(model, site), generator=generator)
-    near = neighbour(model, site)
-    if change.inner == "copy" and near is not None and near.config() == block.config():
-        own = block.state_dict()
-        inner = {k: v for k, v in near.state_dict().items() if k in own and not k.startswith("project.")}
-        block.load_state_dict(own | inner)
-    return block
+    return default_block(model, site, generator=generator, copy=change.inner == "copy")[0]
 
 
 def new_branch(model: nn.Module, change: AddUnits, *, stage: int, seed: int) -> Block:

@@ -31,7 +31,7 @@ def probe_checkpoint(
         seed: Of the candidates.
 
     Returns:
-        The report as JSON, with ``advice`` in words.
+        The report as JSON, with ``next``, what the schedule's own rule would do, in words.
 
     Raises:
         CheckpointError: If the checkpoint is damaged, or belongs to no trial.
@@ -64,7 +64,7 @@ def probe_checkpoint(
         tolerance_nats=report.tolerance_nats,
         candidates=tuple(s.reading() for s in report.sites),
     )
-    return report.to_dict() | {"advice": _advice(decide(reading, policy))}
+    return report.to_dict() | {"next": _advice(decide(reading, policy))}
 
 
 def _data_folder(folder: Path, config: TrialConfig) -> Path:

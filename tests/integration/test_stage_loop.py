@@ -530,15 +530,13 @@ def test_receipts_say_that_insertions_changed_nothing_and_jumpboards_something(t
     assert any(r["kind"] == "jumpboard" for r in receipts)
 
 
-def test_a_jumpboard_step_and_a_data_step_together_are_refused_or_accounted_for(data, tmp_path):
-    policy = FixedSteps(steps=((0, (AddBlock(site="groups.0.blocks.0", jumpboard=True), AddData(share=1.0))),))
-    config = trial_config(tmp_path / "trial", data=data, policy=policy, num_stages=2)
-    try:
-        records = run_to_end(config)
-    except UserError:
-        return
-    on_train, _ = losses_of(Path(config.folder) / "stages" / "000", data, train_samples=320)
-    assert records[1].ledger["old_train"] == pytest.approx(on_train, abs=1e-6)
+def test_a_jumpboard_step_and_a_data_step_after_the_same_stage_are_refused():
+    changes = (AddBlock(site="groups.1.blocks.0", jumpboard=True), AddData(share=1.0))
+    with pytest.raises(UserError, match="a jumpboard step and a data step are both due after stage 0"):
+        FixedSteps(steps=((0, changes),))
+    with pytest.raises(UserError, match="after stage 2"):
+        FixedSteps(steps=((2, changes[:1]), (2, changes[1:])))
+    FixedSteps(steps=((0, changes[:1]), (1, changes[1:])))
 
 
 # --- ends -----------------------------------------------------------------------------------------

@@ -150,7 +150,8 @@ def test_equal_seeds_give_equal_reports():
 
 def test_another_seed_draws_other_default_blocks():
     model, batch = family("mlp"), family_data("mlp")
-    assert run(model, batch=batch, seed=3).protocol != run(model, batch=batch, seed=4).protocol
+    random = {"batch": batch, "inner": "random"}
+    assert run(model, seed=3, **random).protocol != run(model, seed=4, **random).protocol
 
 
 def test_the_scored_block_is_handed_out_for_insertion():
@@ -210,7 +211,7 @@ def test_a_stream_without_channels_is_refused():
         def forward(self, x):
             return self.pool(x).reshape(len(x), -1)
 
-    with pytest.raises(SiteError, match=r"'pool' \(\(5,\)\) is no residual stream"):
+    with pytest.raises(SiteError, match=r"'pool' \(\(120,\)\) is no residual stream"):
         run(Flat(), sites=["pool"])
 
 

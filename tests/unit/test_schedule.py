@@ -26,12 +26,13 @@ CHANGES = st.one_of(
     st.builds(AddUnits, block=PATHS, units=st.integers(1, 512)),
     st.builds(AddData, share=SHARES),
 )
+DUE = st.lists(CHANGES, max_size=3).filter(  # a jumpboard and a data step together are refused
+    lambda due: not (any(getattr(c, "jumpboard", False) for c in due) and any(isinstance(c, AddData) for c in due))
+)
 POLICIES = st.one_of(
     st.builds(
         FixedSteps,
-        steps=st.lists(
-            st.tuples(st.integers(0, 9), st.lists(CHANGES, max_size=3).map(tuple)), max_size=4, unique_by=lambda s: s[0]
-        ).map(tuple),
+        steps=st.lists(st.tuples(st.integers(0, 9), DUE.map(tuple)), max_size=4, unique_by=lambda s: s[0]).map(tuple),
     ),
     st.builds(
         SignalGuided,

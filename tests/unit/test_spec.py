@@ -36,7 +36,7 @@ def test_a_job_survives_its_own_json():
 
 
 def test_families_and_data_sets_of_the_job_file_are_those_that_exist():
-    assert set(ModelSpec.model_fields["family"].annotation.__args__) == set(FAMILIES)
+    assert set(ModelSpec.model_fields["family"].annotation.__args__) == set(FAMILIES) - {"gpt"}  # no tokens in jobs yet
     assert set(DataSpec.model_fields["name"].annotation.__args__) == set(LOADERS)
 
 

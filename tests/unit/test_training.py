@@ -496,13 +496,14 @@ def test_units_for_a_module_that_is_no_block_are_refused():
         new_branch(family("mlp"), AddUnits(block="head", units=2), stage=0, seed=0)
 
 
-def test_copied_inner_weights_are_those_of_the_nearest_block():
+def test_copied_inner_weights_are_those_of_the_block_that_reads_the_stream():
     model = family("mlp")
     found = candidates(model, SignalGuided(axes=("depth",), inner="copy"), stage=0, seed=0)
-    for candidate, near in zip(found, (0, 0, 1), strict=True):  # before the first block: the first one
+    for candidate, near in zip(found, (0, 1, 1), strict=True):  # behind the last block: the last one
         block = model.get_submodule(f"groups.0.blocks.{near}.branch")
         assert torch.equal(candidate.block.inner.weight, block.inner.weight)
         assert candidate.block.is_zero
+    assert [c.shared for c in found] == ["groups.0.blocks.0.branch", "groups.0.blocks.1.branch", None]
 
 
 @pytest.mark.parametrize("change", [{"stage": 1}, {"seed": 1}])

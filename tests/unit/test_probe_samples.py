@@ -1,0 +1,462 @@
+"""What a probe does with the samples it gets: order, batches, ranks, looks, several candidates, number types."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from signal_twins import F64, LOSSES
+from torch import nn
+from torch_helpers import (
+    FAMILY_SITES,
+    SequenceNet,
+    VectorNet,
+    assert_untouched,
+    family,
+    family_data,
+    fingerprint,
+    generator,
+    normal,
+)
+
+from growth_service.blocks import MLPBlock, block_from_config
+from growth_service.core.confidence import spend
+from growth_service.errors import SiteError, UserError
+from growth_service.probing import Candidate, probe, probe_until_decided
+from growth_service.probing.probe import MAX_CHUNKS, chunk_size, counted
+
+CROSS_ENTROPY = nn.CrossEntropyLoss()
+MLP = {"type": "mlp", "width": 6, "hidden": 4}
+
+
+def data(num, *, seed=0, dtype=F64):
+    return normal(num, 5, seed=seed, dtype=dtype), torch.randint(0, 3, (num,), generator=generator(seed + 1))
+
+
+def batched(inputs, targets, size):
+    return list(zip(inputs.split(size), targets.split(size), strict=True))
+
+
+def run(*, net=None, held_out=None, train=None, **arguments):
+    net = net or VectorNet().to(F64)
+    block = block_from_config(MLP, generator=generator(9)).to(F64)
+    arguments = {"sites": ["stem"], "blocks": {"stem": block}, "loss": CROSS_ENTROPY, "reduction": "mean"} | arguments
+    if "candidates" in arguments:
+        del arguments["sites"], arguments["blocks"]
+    return probe(net, batches=held_out or [data(300, seed=5)], train_batches=train or [data(300)], **arguments)
+
+
+def figures(report):
+    found = report.to_dict()
+    del found["protocol"]
+    return found
+
+
+def assert_close(found, wanted, *, rel=1e-9):
+    """Same figures, at any depth; sums in another order round differently."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            assert_close(found[key], wanted[key], rel=rel)
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for a, b in zip(found, wanted, strict=True):
+            assert_close(a, b, rel=rel)
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, rel=rel, abs=1e-12)
+    elif not isinstance(wanted, str):  # sentences hold rounded figures
+        assert found == wanted
+
+
+# --- batches and ranks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [7, 64, 300])
+def test_the_split_into_batches_changes_no_figure_where_rows_are_sums_over_chunks(size):
+    """300 samples make 30 chunks of 10; batches of 7 cut through all of them."""
+    held_out, train = data(300, seed=5), data(300)
+    wanted = figures(run(held_out=[held_out], train=[train]))
+    assert_close(figures(run(held_out=batched(*held_out, size), train=batched(*train, size))), wanted)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_any_number_of_ranks_gives_equal_bits(workers):
+    """A mapper that works off its share of the lanes as that many ranks would; order of results is fixed."""
+    held_out, train = batched(*data(300, seed=5), 16), batched(*data(300), 16)
+
+    def mapper(function, items):
+        results = [None] * len(items)
+        for rank in range(workers):
+            for index in range(rank, len(items), workers):
+                results[index] = function(items[index])
+        return results
+
+    def alone(function, items):
+        return [function(item) for item in items]
+
+    found, wanted = (run(held_out=held_out, train=train, mapper=m) for m in (mapper, alone))
+    assert found.to_dict() == wanted.to_dict()
+    assert_close(figures(found), figures(run(held_out=held_out, train=train)))  # without ranks: to rounding
+
+
+def test_fewer_batches_than_ranks_are_no_trouble():
+    report = run(mapper=lambda function, items: [function(item) for item in items])
+    assert report.num_samples == 300
+
+
+def test_a_loader_of_unknown_length_gives_the_figures_of_its_list():
+    class Loader:
+        """Can be iterated again and again, and has no length."""
+
+        def __init__(self, batches):
+            self._batches = batches
+
+        def __iter__(self):
+            return iter(self._batches)
+
+    held_out, train = batched(*data(300, seed=5), 50), batched(*data(300), 50)
+    assert figures(run(held_out=Loader(held_out), train=Loader(train))) == figures(run(held_out=held_out, train=train))
+
+
+def test_an_iterator_is_kept_as_a_list():
+    held_out = batched(*data(300, seed=5), 50)
+    assert figures(run(held_out=iter(held_out))) == figures(run(held_out=held_out))
+
+
+def test_inputs_may_be_keyword_arguments():
+    class Keyed(VectorNet):
+        def forward(self, *, x, scale):
+            return super().forward(x * scale[:, None])
+
+    held_out, train = data(300, seed=5), data(300)
+    keyed = [[({"x": x, "scale": torch.ones(len(x), dtype=F64)}, y)] for x, y in (held_out, train)]
+    found = run(net=Keyed().to(F64), held_out=keyed[0], train=keyed[1])
+    assert_close(figures(found), figures(run(held_out=[held_out], train=[train])))
+
+
+@pytest.mark.parametrize("num", [4, 31, 32, 33, 64, 65, 300, 5000])
+def test_rows_are_as_many_as_allowed_and_cover_all_samples(num):
+    size = chunk_size(num)
+    rows = math.ceil(num / size)
+    assert rows <= MAX_CHUNKS
+    assert rows > min(num, MAX_CHUNKS) / 2
+
+
+def test_samples_sorted_by_class_are_noticed_and_nothing_is_certified():
+    inputs, targets = data(1200, seed=5)
+    order = targets.argsort(stable=True)
+    shuffled, in_order = run(held_out=[(inputs, targets)]), run(held_out=[(inputs[order], targets[order])])
+    assert not any("sorted" in note for note in shuffled.sites[0].notes)
+    assert any("sorted" in note and "shuffle" in note for note in in_order.sites[0].notes)
+    assert in_order.verdict == "undetermined"
+
+
+def test_held_out_samples_that_were_trained_on_are_counted_and_the_consequence_is_named():
+    held_out, train = data(300, seed=5), data(300)
+    mixed = torch.cat([train[0][:7], held_out[0]]), torch.cat([train[1][:7], held_out[1]])
+    note = run(held_out=[mixed], train=[train]).notes[0]
+    assert note.startswith("7 of 307 held-out samples are among the training samples")
+    assert "say nothing about new data" in note
+    assert run(held_out=[held_out], train=[train]).notes == ()
+
+
+def test_progress_is_told_until_all_samples_are_done():
+    seen = []
+    run(held_out=batched(*data(300, seed=5), 100), train=batched(*data(300), 50), progress=lambda *a: seen.append(a))
+    assert seen[0] == (50, 600)
+    assert seen[-1] == (600, 600)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+# --- a pool and no training samples ---------------------------------------------------------------
+
+
+def test_without_training_samples_the_direction_comes_from_the_held_out_ones_and_transfer_is_unknown():
+    report = run(train=None, pool=[data(200, seed=3)[0]])
+    with_training = probe_with_pool_only()
+    site = with_training.sites[0]
+    assert with_training.num_train == 0
+    assert site.transfer == 0.0
+    assert site.to_dict()["transfer_ucl"] is None
+    assert np.abs(site.descent_direction.matrix_DK).max() > 0
+    assert float((site.descent_direction.matrix_DK * site.cross_gradient).sum()) < 0
+    assert report.num_train == 300
+
+
+def probe_with_pool_only():
+    block = block_from_config(MLP, generator=generator(9)).to(F64)
+    return probe(
+        VectorNet().to(F64), batches=[data(300, seed=5)], pool=[data(200, seed=3)[0]], sites=["stem"],
+        blocks={"stem": block}, loss=CROSS_ENTROPY, reduction="mean",
+    )  # fmt: skip
+
+
+def test_a_small_pool_is_noted():
+    report = run(train=[data(4)])
+    assert any("5 features comes from 4 samples" in note for note in report.sites[0].notes)
+
+
+# --- several candidates, a choice certified again -------------------------------------------------
+
+
+def test_several_blocks_at_a_site_are_scored_in_one_pass_as_they_are_alone():
+    blocks = [block_from_config(MLP, generator=generator(i)).to(F64) for i in range(3)]
+    together = run(blocks={"stem": blocks}).sites
+    assert [s.name for s in together] == ["0", "1", "2"]
+    for site, block in zip(together, blocks, strict=True):
+        alone = run(blocks={"stem": block}).sites[0]
+        assert site.s == pytest.approx(alone.s, rel=1e-12)
+        assert site.predicted_gain_ucl == pytest.approx(alone.predicted_gain_ucl, rel=1e-12)  # each at the full level
+        assert site.lcl < alone.lcl  # one of many: at a third of it
+
+
+def test_copied_and_drawn_inner_weights_are_candidates_side_by_side():
+    model, batch = family("mlp", dtype=F64), family_data("mlp", dtype=F64)
+    both = probe(
+        model, batches=[batch], train_batches=[batch], loss=CROSS_ENTROPY, reduction="mean", inner=("copy", "random")
+    )
+    assert [(s.site, s.name) for s in both.sites] == [(p, n) for p in FAMILY_SITES["mlp"] for n in ("copy", "random")]
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet"])
+def test_features_taken_from_the_networks_own_forward_pass_are_those_of_the_copy(name):
+    model, batch = family(name, dtype=F64), family_data(name, dtype=F64, num=60)
+    arguments = {"batches": [batch], "train_batches": [batch], "loss": CROSS_ENTROPY, "reduction": "mean"}
+    shared = probe(model, **arguments)
+    blocks = {path: copy.deepcopy(block) for (_, path), block in shared.blocks.items()}
+    computed = probe(model, blocks=blocks, sites=list(FAMILY_SITES[name]), **arguments)
+    for a, b in zip(shared.sites, computed.sites, strict=True):
+        assert_close(a.to_dict(), b.to_dict())
+        np.testing.assert_allclose(a.cross_gradient, b.cross_gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_the_best_of_several_is_certified_again_on_fresh_samples():
+    fresh = data(200, seed=77)
+    report = run(fresh=[fresh], tolerance=1e-6)
+    assert report.best is not None
+    alone = run(held_out=[fresh], tolerance=1e-6).sites[0]
+    assert report.confirmed is not None
+    assert (report.confirmed.num_samples, report.confirmed.s) == (200, pytest.approx(alone.s, rel=1e-12))
+
+
+def test_nothing_is_certified_again_where_nothing_is_useful():
+    assert run(fresh=[data(200, seed=77)], tolerance=1e6).confirmed is None
+
+
+# --- looks ----------------------------------------------------------------------------------------
+
+
+def until(num, *, tolerance, **arguments):
+    block = block_from_config(MLP, generator=generator(9)).to(F64)
+    arguments = {"loss": CROSS_ENTROPY, "reduction": "mean", "first_look": 64} | arguments
+    return probe_until_decided(
+        VectorNet().to(F64), batches=batched(*data(num, seed=5), 48), train_batches=[data(300)], sites=["stem"],
+        blocks={"stem": block}, tolerance=tolerance, **arguments,
+    )  # fmt: skip
+
+
+def test_looking_stops_as_soon_as_there_is_a_verdict():
+    report, looks = until(2000, tolerance=1e-6)
+    assert report.verdict == "useful"
+    assert [look.verdict for look in looks] == ["undetermined"] * (len(looks) - 1) + ["useful"]
+    assert looks[-1].num_samples == report.num_samples < 2000
+
+
+def test_each_look_doubles_the_samples_and_spends_its_share_of_the_level():
+    gain = until(2000, tolerance=1e-6)[0].sites[0].predicted_gain
+    _, looks = until(2000, tolerance=0.97 * gain)  # at the gain itself: undetermined for long
+    assert [look.num_samples for look in looks] == [64, 128, 256, 512, 1024, 2000][: len(looks)]
+    assert len(looks) > 2
+    assert [look.level for look in looks] == [spend(0.05, look=j) for j in range(len(looks))]
+    assert sum(look.level for look in looks) < 0.05
+
+
+def test_the_last_of_several_looks_is_a_probe_of_all_its_samples():
+    gain = until(2000, tolerance=1e-6)[0].sites[0].predicted_gain
+    report, looks = until(1024, tolerance=0.97 * gain)
+    assert looks[-1].num_samples == 1024
+    once = run(held_out=[data(1024, seed=5)], tolerance=0.97 * gain, level=looks[-1].level)
+    assert_close(report.sites[0].to_dict(), once.sites[0].to_dict())
+
+
+def test_looks_end_at_the_most_samples_allowed():
+    gain = until(2000, tolerance=1e-6)[0].sites[0].predicted_gain
+    _, looks = until(2000, tolerance=0.97 * gain, max_samples=200)
+    assert looks[-1].num_samples <= 200
+
+
+def test_a_first_look_too_small_for_a_certificate_is_refused():
+    with pytest.raises(UserError, match="first_look 3 must be at least 4"):
+        until(100, tolerance=0.1, first_look=3)
+
+
+# --- number types, tied and frozen weights, dropout ------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])
+def test_a_network_in_few_bits_is_probed_with_sums_in_more(dtype, tolerance):
+    """bfloat16 has 8 bits: streams and gradients are off by up to a per cent, features and sums are not."""
+    wanted = run().sites[0]
+    net = VectorNet().to(dtype)
+    held_out, train = ((x.to(dtype), y) for x, y in (data(300, seed=5), data(300)))
+    block = block_from_config(MLP, generator=generator(9))
+    found = run(net=net, held_out=[held_out], train=[train], blocks={"stem": block}).sites[0]
+    assert found.s_plugin == pytest.approx(wanted.s_plugin, rel=tolerance)
+    assert found.descent_direction.matrix_DK.dtype == np.float64
+
+
+def test_default_candidates_of_a_half_precision_network_are_in_single_precision():
+    model, (inputs, targets) = family("mlp").to(torch.bfloat16), family_data("mlp")
+    batch = inputs.to(torch.bfloat16), targets
+    report = probe(model, batches=[batch], train_batches=[batch], loss=CROSS_ENTROPY, reduction="mean")
+    assert {p.dtype for b in report.blocks.values() for p in b.parameters()} == {torch.float32}
+
+
+def test_a_frozen_network_is_probed_like_any_other():
+    frozen = VectorNet().to(F64)
+    for parameter in frozen.parameters():
+        parameter.requires_grad_(False)
+    assert figures(run(net=frozen)) == figures(run())
+
+
+def test_tied_weights_are_no_trouble():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Linear(6, 6)
+            self.place = nn.Identity()
+            self.again = self.stem
+
+        def forward(self, x):
+            return self.again(self.place(torch.tanh(self.stem(x))))
+
+    net = Tied().to(F64)
+    inputs, targets = normal(40, 6, dtype=F64), torch.randint(0, 6, (40,), generator=generator())
+    before = fingerprint(net)
+    block = block_from_config(MLP, generator=generator(9)).to(F64)
+    found = run(
+        net=net, sites=["place"], blocks={"place": block}, held_out=[(inputs, targets)], train=[(inputs, targets)]
+    )
+    assert found.sites[0].s_plugin > 0
+    assert_untouched(net, before)
+
+
+def test_a_network_in_training_mode_with_dropout_is_probed_without_it():
+    class Dropping(VectorNet):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def top(self, z):
+            return super().top(self.drop(z))
+
+    assert figures(run(net=Dropping().to(F64).train())) == figures(run())
+
+
+def test_a_network_that_draws_random_numbers_in_eval_mode_leaves_the_stream_of_others_alone():
+    class Noisy(VectorNet):
+        def top(self, z):
+            return super().top(z + 1e-9 * torch.randn_like(z))
+
+    net = Noisy().to(F64)
+    before = fingerprint(net)
+    run(net=net)
+    assert_untouched(net, before)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_targets_of_another_shape_are_refused_with_both_shapes():
+    inputs, _ = data(20)
+    with pytest.raises(UserError, match=r"loss cannot take outputs \(\d+, 3\) and targets \(\d+, 2\)"):
+        run(held_out=[(inputs, torch.zeros(20, 2, dtype=torch.long))])
+
+
+def test_a_loss_of_another_shape_than_its_reduction_is_refused():
+    with pytest.raises(UserError, match=r"with reduction 'sum' the loss must give one number, got shape \(300,\)"):
+        run(loss=LOSSES["none"], reduction="sum")
+    with pytest.raises(UserError, match="with reduction 'none' the loss must give one number"):
+        run(loss=LOSSES["sum"], reduction="none")
+
+
+@pytest.mark.parametrize("level", [0.0, 0.5, -1.0])
+def test_a_level_out_of_range_is_refused(level):
+    with pytest.raises(UserError, match=r"level .* must be in \(0, 0\.5\)"):
+        run(level=level)
+
+
+def test_a_negative_ridge_is_refused():
+    with pytest.raises(UserError, match="ridge -1 must be 0 or more"):
+        run(ridge=-1)
+
+
+def test_unknown_inner_weights_are_refused():
+    model, batch = family("mlp"), family_data("mlp")
+    with pytest.raises(UserError, match="unknown inner weights 'zeros': use 'copy', 'random' or both"):
+        probe(model, batches=[batch], train_batches=[batch], loss=CROSS_ENTROPY, reduction="mean", inner="zeros")
+
+
+def test_a_stream_that_is_not_finite_is_refused_with_its_place():
+    class Broken(VectorNet):
+        def __init__(self):
+            super().__init__()
+            self.side = nn.Identity()
+
+        def top(self, z):
+            self.side(z / 0.0)  # infinite, but the loss does not see it
+            return super().top(z)
+
+    block = block_from_config(MLP, generator=generator(9)).to(F64)
+    with pytest.raises(UserError, match="features at 'side' are not finite"):
+        run(net=Broken().to(F64), sites=["side"], blocks={"side": block})
+
+
+def test_a_place_whose_features_are_all_zero_is_saturated_and_says_why():
+    class Dead(MLPBlock):
+        type_name = "dead"
+
+        def features(self, z):
+            return torch.zeros(*z.shape[:-1], 4, dtype=z.dtype)
+
+    block = Dead(6, 4, bias=False).to(F64)
+    site = run(blocks={"stem": block}).sites[0]
+    assert (site.s_plugin, site.s, site.verdict) == (0.0, 0.0, "saturated")
+    assert any("all features of the block are zero" in note for note in site.notes)
+
+
+def test_a_place_on_which_the_loss_does_not_depend_is_saturated():
+    class Beside(VectorNet):
+        def __init__(self):
+            super().__init__()
+            self.side = nn.Linear(5, 6)
+            self._draw(0)
+
+        def forward(self, x):
+            self.side(x)
+            return super().forward(x)
+
+    block = block_from_config(MLP, generator=generator(9)).to(F64)
+    site = run(net=Beside().to(F64), sites=["side"], blocks={"side": block}).sites[0]
+    assert (site.raw_rms, site.verdict) == (0.0, "saturated")
+
+
+def test_a_projection_beside_that_does_not_fit_is_refused():
+    candidate = Candidate(path="stem", block=block_from_config(MLP, generator=generator(9)).to(F64), beside="head")
+    with pytest.raises(SiteError, match="'head' writes 3 channels, the block at 'stem' writes 6"):
+        run(candidates=[candidate])
+
+
+def test_something_beside_that_is_no_projection_is_refused():
+    net = SequenceNet().to(F64)
+    net.extra = nn.Identity()
+    block = block_from_config({"type": "mlp", "width": 4, "hidden": 4}, generator=generator(9)).to(F64)
+    with pytest.raises(SiteError, match="'extra' is a Identity beside a Linear"):
+        run(net=net, candidates=[Candidate(path="stem", block=block, beside="extra")])
+
+
+def test_samples_are_counted_and_an_empty_loader_is_refused():
+    assert counted(batched(*data(10), 4), what="batches", need="").num == 10
+    with pytest.raises(UserError, match="batches is empty: at least one"):
+        counted([], what="batches", need="at least one")
