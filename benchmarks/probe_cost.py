@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from growth_service.blocks.projections import projection_shape
 from growth_service.models import build
 from growth_service.probing import probe
-from growth_service.probing.probe import MAX_CHUNKS
+from growth_service.probing.prepare import MAX_CHUNKS
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -71,7 +71,7 @@ CASES = (
             "family": "gpt", "vocab": 96, "context": 64, "widths": [128], "blocks": [4], "hidden": [512], "heads": 4,
             "positions": "learned",
         },
-        512,
+        1024,
         32,
     ),
 )  # fmt: skip

@@ -31,6 +31,15 @@ class Block(nn.Module):
     def features(self, z: Tensor) -> Tensor:
         """Features phi of the stream, in the layout that ``project`` takes."""
 
+    @property
+    def tap(self) -> str:
+        """Child whose input a copy of this block shares where it reads the same stream."""
+        return "project"
+
+    def features_given(self, z: Tensor, tapped: Tensor) -> Tensor:
+        """Features phi of a copy on the same stream, from what the block's tap has seen already."""
+        return tapped
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """JSON from which :func:`block_from_config` builds a block of this shape."""

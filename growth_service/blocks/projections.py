@@ -138,8 +138,14 @@ def _sum_over_positions(values: Tensor) -> Tensor:
     return values.sum(dim=(0, 2, 3)) if values.ndim == 4 else values.reshape(-1, values.shape[-1]).sum(dim=0)
 
 
-def patches(project: nn.Linear | nn.Conv2d, phi: Tensor) -> Tensor:
-    """Features per position with the constant: what the projection's matrix multiplies. ``[B, P, K]``."""
+def patches(project: nn.Linear | nn.Conv2d, phi: Tensor, *, positions_BQ: Tensor | None = None) -> Tensor:
+    """Features per position with the constant: what the projection's matrix multiplies. ``[B, P, K]``.
+
+    Args:
+        project: The projection.
+        phi: The block's features.
+        positions_BQ: Indices of the positions wanted of each sample. None: all.
+    """
     if isinstance(project, nn.Conv2d):
         padding = project.padding
         assert not isinstance(padding, str)
@@ -147,6 +153,8 @@ def patches(project: nn.Linear | nn.Conv2d, phi: Tensor) -> Tensor:
         flat = flat.transpose(1, 2)
     else:
         flat = phi.reshape(phi.shape[0], -1, phi.shape[-1])
+    if positions_BQ is not None:
+        flat = flat.gather(1, positions_BQ[:, :, None].expand(-1, -1, flat.shape[2]))
     if project.bias is None:
         return flat
     return torch.cat([flat, flat.new_ones(*flat.shape[:2], 1)], dim=2)

@@ -100,6 +100,7 @@ class TransformerBlock(Block):
         self.gate = nn.Linear(width, hidden, bias=bias) if gated else None
         rotated = int(rotary * head_dim) // 2 * 2
         self.register_buffer("inv_freq", rotary_base ** (-torch.arange(0, rotated, 2).float() / max(rotated, 1)))
+        self.joined = nn.Identity()  # where the outputs of all heads can be listened to
         self.project = nn.Linear(heads * head_dim + hidden, width, bias=bias)
         zero(self.project)
 
@@ -114,6 +115,15 @@ class TransformerBlock(Block):
     def features(self, z: Tensor) -> Tensor:
         """Head outputs and feed-forward units, both read from z. ``[B, T, heads * head_dim + hidden]``."""
         return torch.cat([self._attend(self.attn_norm(z)), self._units(self.mlp_norm(z))], dim=-1)
+
+    @property
+    def tap(self) -> str:
+        """The parallel block's features; of the sequential one, whose units read z + attention, those of the heads."""
+        return "project" if self._parallel else "joined"
+
+    def features_given(self, z: Tensor, tapped: Tensor) -> Tensor:
+        """Features of a copy: the units of a sequential block are computed anew, on z itself."""
+        return tapped if self._parallel else torch.cat([tapped, self._units(self.mlp_norm(z))], dim=-1)
 
     def forward(self, z: Tensor) -> Tensor:
         """The branch: zero at birth. Same shape as ``z``."""
@@ -146,7 +156,8 @@ class TransformerBlock(Block):
             repeats = self._heads // self._kv_heads
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self._causal)
-        return out.transpose(1, 2).reshape(batch, length, -1)
+        joined: Tensor = self.joined(out.transpose(1, 2).reshape(batch, length, -1))
+        return joined
 
     def _rotate(self, heads: Tensor) -> Tensor:
         """Rotate the first channels of each head by an angle proportional to the position."""

@@ -80,9 +80,7 @@ def load_data(name: str, model: nn.Module, *, samples: int | None, batch_size: i
             try:
                 found = ProbeData(**found)
             except TypeError as error:
-                raise UserError(
-                    f"--data {name} returned a mapping with other keys than a ProbeData has: {error}"
-                ) from error
+                raise UserError(f"--data {name} returned a mapping that is no ProbeData: {error}") from error
         if not isinstance(found, ProbeData):
             raise UserError(
                 f"--data {name} returned a {type(found).__name__}: return a ProbeData, or a mapping with its fields "
@@ -195,7 +193,7 @@ def _arrays(path: Path, *, samples: int | None, batch_size: int, seed: int) -> P
 
 def _text(path: Path, model: nn.Module, *, samples: int | None, batch_size: int, seed: int) -> ProbeData:
     tokens = _tokens(path, model)
-    length = min(CONTEXT, *(v for v in (_context(model),) if v))
+    length = min(CONTEXT, _context(model) or CONTEXT)
     num = (len(tokens) - 1) // length
     if num < 8:
         raise UserError(f"--data {path}: {len(tokens)} tokens make {num} sequences of {length}; at least 8 are needed")

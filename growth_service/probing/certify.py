@@ -7,9 +7,9 @@ from growth_service.blocks.projections import projection_shape
 from growth_service.core import certificate as cert
 from growth_service.core.score import FloatArray, gradmax_score, kappa, predicted_gain
 from growth_service.probing.candidates import Candidate, is_projected
-from growth_service.probing.collect import SiteRows
 from growth_service.probing.frames import Geometry
 from growth_service.probing.report import Direction, SiteReport
+from growth_service.probing.sums import SiteRows
 
 SORTED_Z = 4.0
 """Standard errors by which neighbouring chunks may agree more than distant ones before samples look sorted."""

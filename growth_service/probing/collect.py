@@ -1,402 +1,29 @@
-"""Sums over samples from which scores and certificates follow, in one pass over the batches.
+"""Adding up what candidates see: second moments and cross-gradients of training samples, rows of held-out ones.
 
-One forward and one data-only backward of the frozen network give the gradients of all streams;
-candidates are then applied to the streams. What is kept adds up over batches, so batches may be
-spread over ranks and combined in a fixed order, and memory does not grow with the samples. Which
-samples enter what is a function of their index alone, so no result depends on how they are batched.
+Memory does not grow with the samples: a candidate keeps its matrices, the chunk at work, and one row
+of at most 4,096 numbers a chunk.
 
-Shape legend: B = samples, D = rows of a projection, J = features (new ones, then existing ones
-that are taken off), P = positions.
+Shape legend: D = rows of a projection, J = features.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from growth_service.blocks import Block, stream_positions
-from growth_service.blocks.projections import (
-    add_cross_gradient,
-    patches,
-    projection_shape,
-    second_moment,
-    shares_features,
-)
+from growth_service.blocks import stream_positions
+from growth_service.blocks.projections import second_moment
 from growth_service.core.score import FloatArray, GradientMoments
-from growth_service.errors import NotFiniteError, UserError
-from growth_service.models.sites import blocks_of
-from growth_service.probing.candidates import (
-    Batch,
-    Candidate,
-    Loss,
-    Reduction,
-    Taps,
-    beside_of,
-    evaluating,
-    is_projected,
-    run_model,
-    sum_loss,
-    untouched,
-)
-from growth_service.probing.jacobian import ParameterTangent
+from growth_service.probing.passes import Numbered, Pass, Seen, square_sum, to_array
 from growth_service.probing.sketch import Sketch
+from growth_service.probing.sums import Frame, Rows, SiteRows, SiteSums, Sums, Thinning, thinning
 
-Numbered = Iterable[tuple[int, Any]]
-"""Batches with the index of their first sample."""
-ROWS_PER_FEATURE = 10
-"""Positions per feature that enter a second moment: it is only a preconditioner, and its error is measured."""
-POSITIONS_PER_SAMPLE = 4
 COVARIANCE_SAMPLES = 512
+ROWS_AT_ONCE = 512
+"""Rows of features that wait to be multiplied together."""
 PRECISE_SAMPLES = 4096
 """Samples whose cross-gradients are added up in the network's own precision before they join a double sum."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Thinning:
-    """Which samples and positions enter a second moment, fixed by counts alone before any gradient."""
-
-    every: int = 1
-    """Every how many samples one enters."""
-    positions: int | None = None
-    """Positions taken of such a sample; None: all."""
-
-
-def thinning(*, num_samples: int, num_positions: int, num_features: int) -> Thinning:
-    """Enough positions for a second moment: 10 a feature, at least 4 of a sample where it has them."""
-    wanted = ROWS_PER_FEATURE * num_features
-    taken = max(min(POSITIONS_PER_SAMPLE, num_positions), -(-wanted // num_samples))
-    return Thinning(
-        every=max(1, round(num_samples * min(taken, num_positions) / wanted)),
-        positions=taken if taken < num_positions else None,
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SiteSums:
-    """Sums of one candidate over samples."""
-
-    half_a: FloatArray
-    """Sum of phi phi^T over ``kept_a`` samples, the other half: over those in between. ``[J, J]`` or ``[D, J, J]``."""
-    half_b: FloatArray
-    kept_a: int
-    kept_b: int
-    cross_DJ: FloatArray
-    """Sum of the cross-gradients G_i (zeros where no labels were used)."""
-    stream_sq: float
-    """Sum of ||z_i||^2 of the stream written to, over the same samples as the halves."""
-    streams: tuple[Tensor, ...] = ()
-    """Streams of the kept samples, for a block whose second moment is only ever applied."""
-
-    @property
-    def sigma(self) -> FloatArray:
-        """Second moment of the features, summed over positions, averaged over samples."""
-        return (self.half_a + self.half_b) / max(self.kept_a + self.kept_b, 1)
-
-    @property
-    def stream_norm(self) -> float:
-        """Root mean square over samples of ||z||."""
-        return math.sqrt(self.stream_sq / max(self.kept_a + self.kept_b, 1))
-
-    def plus(self, other: "SiteSums") -> "SiteSums":
-        """Sums over both."""
-        return SiteSums(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sums:
-    """Sums over samples for all candidates at once, and of the network's own blocks."""
-
-    num_samples: int
-    loss_sum: float
-    sites: list[SiteSums]
-    block_ratio_sq: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Per existing block: sums of ||h(z)||^2 and ||z||^2, for the size of an ordinary step."""
-
-    def plus(self, other: "Sums") -> "Sums":
-        """Sums over both."""
-        ratios = dict(self.block_ratio_sq)
-        for path, (moved, stream) in other.block_ratio_sq.items():
-            before = ratios.get(path, (0.0, 0.0))
-            ratios[path] = (before[0] + moved, before[1] + stream)
-        return Sums(
-            num_samples=self.num_samples + other.num_samples,
-            loss_sum=self.loss_sum + other.loss_sum,
-            sites=[a.plus(b) for a, b in zip(self.sites, other.sites, strict=True)],
-            block_ratio_sq=ratios,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SiteRows:
-    """One row a chunk of held-out samples, for one candidate."""
-
-    rows_NM: FloatArray
-    """Sums of whitened cross-gradients over each chunk, sketched where they are long."""
-    along_N: FloatArray
-    """Sums of their inner products with the whitened training cross-gradient (exact, never sketched)."""
-    cross_DJ: FloatArray
-    """Sum of all cross-gradients, exact."""
-    covariance: GradientMoments
-    """Of the activation gradients (summed over positions) of about 512 samples."""
-    gradient_sq: float
-    """Sum of ||g_i||^2."""
-    gradient_max: float
-    """Largest ||g_i||: AG_max."""
-
-    def plus(self, other: "SiteRows") -> "SiteRows":
-        """Sums over both parts of the samples; the largest of the largest."""
-        return SiteRows(
-            rows_NM=self.rows_NM + other.rows_NM,
-            along_N=self.along_N + other.along_N,
-            cross_DJ=self.cross_DJ + other.cross_DJ,
-            covariance=self.covariance.plus(other.covariance),
-            gradient_sq=self.gradient_sq + other.gradient_sq,
-            gradient_max=max(self.gradient_max, other.gradient_max),
-        )
-
-    def then(self, other: "SiteRows") -> "SiteRows":
-        """These rows, then those of further samples."""
-        both = replace(self, rows_NM=np.zeros_like(other.rows_NM), along_N=np.zeros_like(other.along_N)).plus(other)
-        return replace(
-            both,
-            rows_NM=np.concatenate([self.rows_NM, other.rows_NM]),
-            along_N=np.concatenate([self.along_N, other.along_N]),
-        )
-
-    def merged(self) -> "SiteRows":
-        """Neighbouring rows added up: half as many, each over twice the samples."""
-        starts = np.arange(0, len(self.along_N), 2)
-        return replace(
-            self,
-            rows_NM=np.add.reduceat(self.rows_NM, starts, axis=0),
-            along_N=np.add.reduceat(self.along_N, starts),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
-    """Rows of all candidates for the same chunks."""
-
-    num_samples: int
-    loss_sum: float
-    sites: list[SiteRows]
-
-    def plus(self, other: "Rows") -> "Rows":
-        """Sums over both parts of the samples."""
-        return Rows(
-            num_samples=self.num_samples + other.num_samples,
-            loss_sum=self.loss_sum + other.loss_sum,
-            sites=[a.plus(b) for a, b in zip(self.sites, other.sites, strict=True)],
-        )
-
-    def then(self, other: "Rows") -> "Rows":
-        """These rows, then those of further samples."""
-        return Rows(
-            num_samples=self.num_samples + other.num_samples,
-            loss_sum=self.loss_sum + other.loss_sum,
-            sites=[a.then(b) for a, b in zip(self.sites, other.sites, strict=True)],
-        )
-
-    def merged(self) -> "Rows":
-        """Neighbouring rows of each candidate added up."""
-        return replace(self, sites=[s.merged() for s in self.sites])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Frame:
-    """How cross-gradients of one candidate are whitened, and the training direction in that frame."""
-
-    root: FloatArray | None
-    """``[J, R]`` or ``[D, J, R]``; None: rows are left as they are, and whitened when they meet."""
-    along_DJ: FloatArray
-    """A with <A, G> = <G_train Q, G Q>."""
-
-
-Progress = Callable[[int], None]
-"""Told how many samples were just done."""
-
-
-class Pass:
-    """One pass over batches: the frozen network, its taps, and the candidates on its streams.
-
-    Args:
-        model: The network.
-        candidates: On its streams.
-        loss: Of outputs and targets; None: inputs alone, no gradient.
-        reduction: What the loss does over samples.
-        progress: Told after each batch.
-        sizes_every: Measure ||h(z)|| / ||z|| of the network's own blocks on every so many samples. None: not.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        candidates: list[Candidate],
-        *,
-        loss: Loss | None,
-        reduction: Reduction = "sum",
-        progress: Progress | None = None,
-        sizes_every: int | None = None,
-    ) -> None:
-        self.model, self.candidates, self._loss, self._reduction = model, candidates, loss, reduction
-        self._paths = list(dict.fromkeys(c.path for c in candidates))
-        self._beside = {c.beside: beside_of(model, c) for c in candidates if c.beside is not None}
-        self._listened = tuple(
-            dict.fromkeys([*self._beside, *(f"{c.shared}.project" for c in candidates if c.shared is not None)])
-        )
-        self._progress, self._sizes_every, self._first = progress, sizes_every, 0
-        self.ratios: dict[str, tuple[float, float]] = {}
-        self.loss_sum = 0.0
-        self.num_samples = 0
-
-    def batches(self, items: Numbered) -> Iterator[tuple[int, int, list["Seen"]]]:
-        """(index of the first sample, samples, what each candidate sees) of each batch."""
-        taps = Taps(self.model, self._paths, with_gradient=self._loss is not None, beside=self._listened)
-        blocks = [c.block for c in self.candidates]
-        looking = untouched(self.model, with_gradient=self._loss is not None)
-        with looking, evaluating(blocks), taps, self._sizes_of_own_blocks():
-            for first, batch in items:
-                taps.clear()
-                self._first = first
-                num, gradients = self._forward_backward(batch, taps)
-                with torch.no_grad():
-                    self._note_steps(taps)
-                    yield first, num, [self._see(c, taps, gradients) for c in self.candidates]
-                self.num_samples += num
-                if self._progress is not None:
-                    self._progress(num)
-
-    def _forward_backward(self, batch: Any, taps: Taps) -> tuple[int, dict[str, Tensor]]:
-        if self._loss is None:
-            run_model(self.model, batch)
-            taps.check()
-            return taps.stream[self._paths[0]].shape[0], {}
-        inputs, targets = batch
-        outputs = run_model(self.model, inputs)
-        taps.check()
-        total = sum_loss(self._loss, outputs, targets, reduction=self._reduction)
-        value = float(total.detach().double())
-        if not math.isfinite(value):
-            raise NotFiniteError(
-                f"the loss of a probe batch is {value}: the network diverged, or its inputs are not finite"
-            )
-        self.loss_sum += value
-        return len(targets), stream_gradients(total, taps, self._paths)
-
-    def _see(self, candidate: Candidate, taps: Taps, gradients: dict[str, Tensor]) -> "Seen":
-        block, z = candidate.block, taps.stream[candidate.path].detach()
-        work = next(block.parameters()).dtype
-        source = (z if candidate.kind == "depth" else taps.read[candidate.path]).to(work)
-        g = gradients.get(candidate.path)
-        g = None if g is None else g.to(work)
-        if not is_projected(block):
-            return Seen(parts=[], g=g, z=z, source=source, tangent=ParameterTangent(block))
-        own = taps.read[f"{candidate.shared}.project"] if candidate.shared else block.features(source)
-        parts: list[tuple[Any, Tensor]] = [(block.project, own.to(work))]
-        if candidate.beside is not None:
-            parts.append((self._beside[candidate.beside], taps.read[candidate.beside].to(work)))
-        return Seen(parts=parts, g=g, z=z, source=source)
-
-    @contextmanager
-    def _sizes_of_own_blocks(self) -> Iterator[None]:
-        """Measure ||h(z)|| / ||z|| of the network's own blocks."""
-        own = blocks_of(self.model) if self._sizes_every else {}
-        handles = [m.register_forward_hook(self._ratio_hook(path)) for path, m in own.items()]
-        self._between_sites = bool(self._sizes_every) and not handles
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _ratio_hook(self, path: str) -> Callable[[Block, tuple[Tensor, ...], Tensor], None]:
-        def hook(_module: Block, args: tuple[Tensor, ...], delta: Tensor) -> None:
-            self._add_ratio(path, delta.detach(), args[0].detach())
-
-        return hook
-
-    def _note_steps(self, taps: Taps) -> None:
-        """Without blocks of our own: what lies between neighbouring sites of equal shape moved the stream."""
-        if not self._between_sites:
-            return
-        for before, after in zip(self._paths, self._paths[1:], strict=False):
-            z, moved = taps.stream[before].detach(), taps.stream[after].detach()
-            if z.shape == moved.shape:
-                self._add_ratio(after, moved - z, z)
-
-    def _add_ratio(self, path: str, moved: Tensor, z: Tensor) -> None:
-        assert self._sizes_every is not None
-        kept = slice(-self._first % self._sizes_every, None, self._sizes_every)
-        if kept.start < len(z):
-            before = self.ratios.get(path, (0.0, 0.0))
-            self.ratios[path] = (before[0] + square_sum(moved[kept]), before[1] + square_sum(z[kept]))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """What one candidate sees of one batch."""
-
-    parts: list[tuple[Any, Tensor]]
-    """(projection, features) of the candidate, then of the existing map that is taken off."""
-    g: Tensor | None
-    """Gradient of the loss with respect to the stream; None without labels."""
-    z: Tensor
-    """The stream written to."""
-    source: Tensor
-    """What the candidate reads: the stream, or what an existing block reads."""
-    tangent: ParameterTangent | None = None
-    """Of a block that is no zero projection of features; it has one row, and no parts."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows D and joint features J."""
-        if self.tangent is not None:
-            return 1, self.tangent.size
-        shapes = [projection_shape(project) for project, _ in self.parts]
-        return shapes[0][0], sum(k for _, k in shapes)
-
-    @property
-    def shares_features(self) -> bool:
-        """Whether there is one second moment for all rows."""
-        return self.tangent is None and shares_features(self.parts[0][0])
-
-    @property
-    def num_positions(self) -> int:
-        """Positions of the stream."""
-        return stream_positions(self.z).shape[2]
-
-    def add_cross(self, start: int, stop: int, *, to: Tensor) -> None:
-        """Add the cross-gradients of some samples to ``to`` ``[D, J]``."""
-        assert self.g is not None
-        g = self.g[start:stop]
-        if self.tangent is not None:
-            to.add_(self.tangent.pull_back(self.source[start:stop], g)[None, :])
-            return
-        column = 0
-        for project, phi in self.parts:
-            size = projection_shape(project)[1]
-            add_cross_gradient(project, g, phi[start:stop], to=to[:, column : column + size])
-            column += size
-
-    def add_moment(self, kept: slice, index: Tensor, positions: int | None, *, to: Tensor) -> None:
-        """Add phi phi^T over the samples ``kept``, at some positions of each, to ``to`` ``[J, J]`` or ``[D, J, J]``."""
-        project, phi = self.parts[0]
-        if not shares_features(project):
-            to.add_(second_moment(project, phi[kept]))
-            return
-        found = [patches(project, phi[kept]) for project, phi in self.parts]
-        rows_BPJ = found[0] if len(found) == 1 else torch.cat(found, dim=2)
-        total = rows_BPJ.shape[1]
-        if positions is not None:
-            where_BQ = _some_positions(index, num=positions, total=total).to(rows_BPJ.device)
-            rows_BPJ = rows_BPJ.gather(1, where_BQ[:, :, None].expand(-1, -1, rows_BPJ.shape[2]))
-        flat_NJ = rows_BPJ.reshape(-1, rows_BPJ.shape[2])
-        to.addmm_(flat_NJ.T, flat_NJ, alpha=total / rows_BPJ.shape[1])
 
 
 def sum_over(passing: Pass, items: Numbered, *, num_samples: int, exact_moments: bool) -> Sums:
@@ -434,7 +61,8 @@ class SiteTotal:
         )
         shape = (0, 0) if seen.tangent else (j, j) if seen.shares_features else (d, j, j)
         like = seen.source
-        self._halves = [_DoubleSum(shape, like), _DoubleSum(shape, like)]
+        scale = seen.num_positions / (self._thin.positions or seen.num_positions)
+        self._halves = [_MomentSum(shape, like, scale=scale), _MomentSum(shape, like, scale=scale)]
         self._cross = _DoubleSum((d, j), like)
         self._kept = [0, 0]
         self._streams: list[Tensor] = []
@@ -452,8 +80,11 @@ class SiteTotal:
             self._kept[parity] += len(index)
             if seen.tangent is not None:
                 self._streams.append(seen.source[kept].clone())
+            elif seen.shares_features:
+                self._halves[parity].add_rows(seen.feature_rows(kept, index, self._thin.positions))
             else:
-                seen.add_moment(kept, index, self._thin.positions, to=self._halves[parity].working(len(index)))
+                project, phi = seen.parts[0]
+                self._halves[parity].working(len(index)).add_(second_moment(project, phi[kept]))
         if -first % every < num:
             self._stream_sq += square_sum(seen.z[-first % every :: every])
         if seen.g is not None:
@@ -498,6 +129,32 @@ class _DoubleSum:
         self._settle()
         assert self._double is not None
         return self._double
+
+
+class _MomentSum(_DoubleSum):
+    """A second moment: rows wait until there are enough for a matrix product that is worth its call."""
+
+    def __init__(self, shape: tuple[int, ...], like: Tensor, *, scale: float) -> None:
+        super().__init__(shape, like)
+        self._scale = scale
+        self._waiting: list[Tensor] = []
+
+    def add_rows(self, rows_NJ: Tensor) -> None:
+        """Add the products of some rows, each counting for as many positions as it stands for."""
+        self._waiting.append(rows_NJ)
+        if sum(map(len, self._waiting)) >= ROWS_AT_ONCE:
+            self._multiply()
+
+    def _multiply(self) -> None:
+        rows_NJ = torch.cat(self._waiting)
+        self._waiting.clear()
+        self.working(len(rows_NJ)).addmm_(rows_NJ.T, rows_NJ, alpha=self._scale)
+
+    def total(self) -> FloatArray:
+        """The whole sum."""
+        if self._waiting:
+            self._multiply()
+        return super().total()
 
 
 def rows_over(
@@ -608,46 +265,3 @@ class GradientSizes:
     def largest(self) -> float:
         """Largest ||g_i||."""
         return 0.0 if self._largest is None else math.sqrt(float(self._largest))
-
-
-def stream_gradients(total: Tensor, taps: Taps, paths: list[str]) -> dict[str, Tensor]:
-    """Gradients of a summed loss with respect to the tapped streams; zeros where it does not depend on one."""
-    if not total.requires_grad:
-        return {p: torch.zeros_like(taps.stream[p]) for p in paths}
-    grads = torch.autograd.grad(total, [taps.stream[p] for p in paths], allow_unused=True)
-    return {p: torch.zeros_like(taps.stream[p]) if g is None else g for p, g in zip(paths, grads, strict=True)}
-
-
-def square_sum(values: Tensor) -> float:
-    """Sum of squares."""
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    return float(torch.linalg.vector_norm(values, dtype=dtype).double().square())
-
-
-def to_array(tensor: Tensor) -> FloatArray:
-    """As float64 on the host."""
-    array: FloatArray = tensor.detach().to("cpu", torch.float64).numpy()
-    return array
-
-
-def _some_positions(index_B: Tensor, *, num: int, total: int) -> Tensor:
-    """Evenly spread positions of each sample, from a start that hashes its index. ``[B, num]``."""
-    start_B = (index_B * 2654435761 >> 7) % total  # Knuth's multiplicative hash
-    steps_Q = torch.arange(num) * total // num
-    return (start_B[:, None] + steps_Q[None, :]) % total
-
-
-def check_finite(name: str, values: FloatArray) -> None:
-    """Refuse sums that are not finite.
-
-    Raises:
-        UserError: Naming the place.
-    """
-    if not np.isfinite(values).all():
-        raise UserError(
-            f"features at {name!r} are not finite on these samples: inputs hold NaN or infinity, or the "
-            "network diverged"
-        )
-
-
-__all__ = ["Batch", "Frame", "Pass", "Rows", "SiteRows", "SiteSums", "Sums", "rows_over", "sum_over"]

@@ -17,8 +17,9 @@ from growth_service.probing.candidates import (
     first_samples,
     is_projected,
 )
-from growth_service.probing.collect import Pass, Seen, thinning
+from growth_service.probing.passes import Pass, Seen
 from growth_service.probing.sketch import MAX_NUMBERS
+from growth_service.probing.sums import thinning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

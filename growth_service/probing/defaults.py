@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from growth_service.blocks import Calibrated, TransformerBlock
+from growth_service.blocks import Calibrated
 from growth_service.core.streams import stream_seed
 from growth_service.errors import UserError
 from growth_service.models import default_block, resolve, site_of
@@ -66,15 +66,10 @@ def default_candidates(
             block.to(dtype=work, device=z.device)
             if source is None and isinstance(block, Calibrated):
                 block.calibrate(z.to(work))
-            shared = source if source is not None and source == reader(model, site) and reads_once(block) else None
+            shared = source if source is not None and source == reader(model, site) else None
             name = ("random" if source is None else "copy") if len(kinds) > 1 else ""
             made.append(Candidate(path=path, block=block, shared=shared, name=name))
     return made
-
-
-def reads_once(block: nn.Module) -> bool:
-    """Whether a block of the network hands exactly its tangent features to its projection module."""
-    return not (isinstance(block, TransformerBlock) and not block.config()["parallel"])
 
 
 def _given(path: str, given: list[nn.Module]) -> list[Candidate]:

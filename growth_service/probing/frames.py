@@ -15,8 +15,8 @@ from growth_service.core.score import (
     whitener,
 )
 from growth_service.probing.candidates import Candidate
-from growth_service.probing.collect import Frame, SiteRows, SiteSums, check_finite
 from growth_service.probing.jacobian import NormalSolver, ParameterTangent
+from growth_service.probing.sums import Frame, SiteRows, SiteSums, check_finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,6 @@ from growth_service.core.score import FloatArray, descent_direction, whitener
 from growth_service.errors import UserError
 from growth_service.models.flops import counted as counted_flops
 from growth_service.models.sites import resolve, stream_of, with_stream
-from growth_service.probing import collect
 from growth_service.probing.candidates import (
     Batch,
     Candidate,
@@ -36,8 +35,11 @@ from growth_service.probing.candidates import (
     sum_loss,
     untouched,
 )
+from growth_service.probing.collect import SiteTotal
 from growth_service.probing.cost import cost_of
-from growth_service.probing.probe import Mapper, counted
+from growth_service.probing.passes import Pass, square_sum, to_array
+from growth_service.probing.prepare import Mapper, counted
+from growth_service.probing.sums import SiteSums
 
 RELATIVE_STEPS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 """Sizes ||a D phi|| / ||z|| that the line search tries, up to r_max."""
@@ -84,24 +86,24 @@ def clipped_direction(
     """
     samples = counted(batches, what="batches", need="pass training samples")
 
-    def plain(item: tuple[int, Batch]) -> tuple[collect.SiteSums, list[float]]:
-        passing = collect.Pass(model, [candidate], loss=loss, reduction=reduction)
+    def plain(item: tuple[int, Batch]) -> tuple[SiteSums, list[float]]:
+        passing = Pass(model, [candidate], loss=loss, reduction=reduction)
         for first, num, (seen,) in passing.batches([item]):
-            total = collect.SiteTotal(seen, num_samples=samples.num, exact=False)
+            total = SiteTotal(seen, num_samples=samples.num, exact=False)
             total.add(seen, first=first, num=num)
             assert seen.g is not None
             norms: list[float] = seen.g.flatten(1).norm(dim=1).tolist()
         return total.sums(), norms
 
     def clipped(item: tuple[int, Batch]) -> FloatArray:
-        passing = collect.Pass(model, [candidate], loss=loss, reduction=reduction)
+        passing = Pass(model, [candidate], loss=loss, reduction=reduction)
         for _, num, (seen,) in passing.batches([item]):
             assert seen.g is not None
             shrink = (limit / seen.g.flatten(1).norm(dim=1).clamp(min=1e-300)).clamp(max=1.0)
             seen.g.mul_(shrink.reshape(-1, *[1] * (seen.g.ndim - 1)))
             cross = torch.zeros(seen.shape, dtype=seen.g.dtype, device=seen.g.device)
             seen.add_cross(0, num, to=cross)
-        return collect.to_array(cross)
+        return to_array(cross)
 
     parts = mapper(plain, list(samples.items()))
     limit = float(np.quantile(np.concatenate([norms for _, norms in parts]), CLIP_SHARE))
@@ -157,7 +159,7 @@ def jumpboard(
 
     def loss_of(batch: Batch, matrix_DK: FloatArray | None) -> float:
         """Summed loss of a batch with the projection set to a matrix."""
-        with untouched(model, with_gradient=False), _added(model, site, branch, matrix_DK):
+        with untouched(model, with_gradient=False), added_block(model, site, branch, matrix_DK):
             return float(sum_loss(loss, run_model(model, batch[0]), batch[1], reduction=reduction))
 
     def losses(samples: Sequence[Batch], matrix_DK: FloatArray | None) -> float:
@@ -168,7 +170,7 @@ def jumpboard(
     def sizes(batch: Batch) -> tuple[float, float]:
         """||D phi||^2 and ||z||^2 over the batch, to first order in the projection."""
         seen: list[tuple[float, float]] = []
-        with untouched(model, with_gradient=False), _measured(model, site, branch, direction, seen):
+        with untouched(model, with_gradient=False), measured_step(model, site, branch, direction, seen):
             run_model(model, batch[0])
         return seen[0]
 
@@ -232,15 +234,16 @@ def _trial(
         for parameter, gradient in zip(parameters, found, strict=True):
             parameter.grad = gradient
         optimizer.step()
-    return collect.to_array(flatten_projection(branch.project))
+    return to_array(flatten_projection(branch.project))
 
 
 @contextmanager
-def _added(model: nn.Module, site: str, branch: Block, matrix_DK: FloatArray | None) -> Iterator[None]:
-    """Run the branch with a projection on the stream at ``site`` while inside; None: nothing is added."""
-    if matrix_DK is None:
+def added_block(model: nn.Module, site: str, block: Block | None, matrix_DK: FloatArray | None) -> Iterator[None]:
+    """Run a copy of the block with this projection on the stream at ``site`` while inside; None: nothing is added."""
+    if matrix_DK is None or block is None:
         yield
         return
+    branch = copy.deepcopy(block).eval()
     set_projection(branch.project, torch.from_numpy(np.ascontiguousarray(matrix_DK)))
     with _hooked(model, site, branch):
         yield
@@ -260,16 +263,17 @@ def _hooked(model: nn.Module, site: str, branch: Block) -> Iterator[None]:
 
 
 @contextmanager
-def _measured(
-    model: nn.Module, site: str, branch: Block, matrix_DK: FloatArray, seen: list[tuple[float, float]]
+def measured_step(
+    model: nn.Module, site: str, block: Block, matrix_DK: FloatArray, seen: list[tuple[float, float]]
 ) -> Iterator[None]:
-    """Note the sizes of what a projection would add to the stream, to first order, and of the stream."""
+    """Note ||delta z||^2 of what a projection would add, to first order, and ||z||^2, of each batch."""
+    branch = copy.deepcopy(block).eval()
     set_projection(branch.project, torch.from_numpy(np.ascontiguousarray(matrix_DK)))
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
         z: Tensor = stream_of(output, path=site).to(next(branch.parameters()).dtype)
         delta = branch.project(branch.features(z))
-        seen.append((collect.square_sum(delta), collect.square_sum(z)))
+        seen.append((square_sum(delta), square_sum(z)))
 
     handle = resolve(model, site).register_forward_hook(hook)
     try:

@@ -16,10 +16,10 @@ from growth_service.core.certificate import Verdict
 from growth_service.core.confidence import spend
 from growth_service.errors import UserError
 from growth_service.probing.candidates import Batch, Candidate, Loss, Reduction, slice_samples
-from growth_service.probing.collect import Rows
 from growth_service.probing.defaults import Inner
-from growth_service.probing.probe import MAX_CHUNKS, Mapper, Progress, counted, prepare
+from growth_service.probing.prepare import MAX_CHUNKS, Mapper, Progress, counted, prepare
 from growth_service.probing.report import SaturationReport
+from growth_service.probing.sums import Rows
 
 FIRST_LOOK = 256
 """Held-out samples of the first look."""

@@ -22,6 +22,7 @@ from growth_service.core.certificate import (
     chaos_tail_bound,
     half_gain_samples,
     network_verdict,
+    order_excess,
     realisable_share,
     significance,
     student_quantile,
@@ -32,7 +33,8 @@ from growth_service.core.certificate import (
 
 SEEDS = st.integers(0, 2**32 - 1)
 LEVELS = st.sampled_from([0.4, 0.05, 1e-3, 1e-6])
-Z95 = 1.6448536269514722
+T95 = {d: student_quantile(0.95, degrees=d) for d in range(3, 30)}
+"""Held against scipy's in a test of its own below."""
 
 
 @st.composite
@@ -52,6 +54,7 @@ def statistic(**changes):
     """Figures with simple roots: n = 4, noise floor sqrt(2 * 6/12) = 1."""
     plain = {
         "value": 2.0,
+        "num_rows": 4,
         "num_samples": 4,
         "cov_frobenius_sq": 6.0,
         "cov_trace": 5.0,
@@ -106,9 +109,35 @@ def test_a_smaller_level_gives_wider_limits(psi_NM):
 
 @given(units())
 def test_the_upper_limit_is_never_below_the_simple_one(psi_NM):
-    # (7) is the safe form: at least T+ plus z noise floors (up to n against n - 1).
+    # (7) is the safe form: at least T+ plus Student's quantile of noise floors (up to n against n - 1).
     found, n = of(psi_NM), len(psi_NM)
-    assert found.upper_limit(0.05) >= max(found.value, 0) + Z95 * found.noise_sd * math.sqrt((n - 1) / n) * (1 - 1e-12)
+    floor = found.noise_sd * math.sqrt((n - 1) / n)
+    assert found.upper_limit(0.05) >= max(found.value, 0) + T95[n - 1] * floor * (1 - 1e-12)
+
+
+@given(units(), LEVELS)
+def test_the_lower_limit_is_above_zero_exactly_where_the_value_is_that_far_above_the_floor(psi_NM, level):
+    # Whatever the linear part of the variance: where S = 0 there is none.
+    found, q = of(psi_NM), student_quantile(1 - level, degrees=len(psi_NM) - 1)
+    if abs(found.value - q * found.noise_sd) > 1e-9 * q * found.noise_sd:
+        assert (found.lower_limit(level) > 0) == (found.value > q * found.noise_sd)
+
+
+@given(st.floats(1.01, 1e3), st.floats(0, 1e3), LEVELS, st.integers(4, 64))
+def test_the_lower_limit_is_the_score_at_which_the_value_is_as_surprising_as_the_level(value, linear, level, n):
+    found = statistic(value=value, first_order_variance=linear, num_rows=n)
+    limit, q = found.lower_limit(level), student_quantile(1 - level, degrees=n - 1)
+    spread = math.sqrt(max(0.0, 4 * linear * limit / value / n + found.noise_sd**2))
+    # The limit is a difference of terms as large as `half`: its rounding is that of half, times eps.
+    half = 2 * q**2 * linear / n / value
+    assert value - limit == pytest.approx(q * spread, rel=1e-6, abs=1e-9 * (half + value))
+
+
+@given(st.floats(0.1, 100.0), st.floats(0.0, 100.0), LEVELS)
+def test_more_variance_never_raises_the_lower_limit_of_a_certain_signal(value, linear, level):
+    one, other = (statistic(value=value, first_order_variance=v) for v in (linear, 2 * linear + 1))
+    if one.lower_limit(level) > 0:
+        assert other.lower_limit(level) <= one.lower_limit(level) * (1 + 1e-9)
 
 
 @given(units())
@@ -138,29 +167,56 @@ def test_the_signal_to_noise_ratio_is_in_noise_floors():
 
 
 def test_the_lower_limit_of_known_figures():
-    assert statistic(first_order_variance=3.0).lower_limit(0.05) == pytest.approx(2.0 - 2 * Z95, rel=1e-12)
+    # Variance 4 * 3/4 * S/2 + 1 at S: (2 - S)^2 = q^2 (1.5 S + 1), S = 2 + p - sqrt((2 + p)^2 - 4 + q^2), p = 0.75 q^2.
+    q2 = T95[3] ** 2
+    p = 0.75 * q2
+    wanted = 2.0 + p - math.sqrt((2 + p) ** 2 - 4 + q2)
+    assert statistic(first_order_variance=3.0).lower_limit(0.05) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_the_lower_limit_of_a_constant_variance_is_students():
+    assert statistic().lower_limit(0.05) == pytest.approx(2.0 - T95[3], rel=1e-12)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_the_lower_limit_of_no_signal_is_standard_errors_below(value):
+    found = statistic(value=value, first_order_variance=3.0).lower_limit(0.05)
+    assert found == pytest.approx(value - 2 * T95[3], rel=1e-12)
 
 
 def test_the_upper_limit_of_known_figures():
-    # a = 4 z^2 lmax/n = 3 z^2, b = 2 z^2 H2/n^2 = 0.75 z^2.
-    a, b = 3 * Z95**2, 0.75 * Z95**2
+    # a = 4 q^2 lmax/n = 3 q^2, b = 2 q^2 H2/n^2 = 0.75 q^2.
+    a, b = 3 * T95[3] ** 2, 0.75 * T95[3] ** 2
     wanted = 2.0 + a / 2 + math.sqrt(a**2 / 4 + 2 * a + b)
     assert statistic(cov_largest=3.0).upper_limit(0.05) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(("num_samples", "rank"), [(4, 25 / 6), (40, 25 / 600)])
+def test_the_effective_rank_is_that_of_the_rows(num_samples, rank):
+    # 5^2 over 6; where 40 units lie behind 4 rows, the trace of a row is a tenth of a unit's.
+    assert statistic(num_samples=num_samples).effective_rank == pytest.approx(rank, rel=1e-12)
 
 
 def test_units_without_any_gradient_are_exactly_saturated():
     found = u_statistic(np.zeros((5, 5)))
     assert found == UStatistic(
-        value=0.0, num_samples=5, cov_frobenius_sq=0.0, cov_trace=0.0, cov_largest=0.0, first_order_variance=0.0
+        value=0.0,
+        num_rows=5,
+        num_samples=5,
+        cov_frobenius_sq=0.0,
+        cov_trace=0.0,
+        cov_largest=0.0,
+        first_order_variance=0.0,
     )
     assert (found.snr, found.lower_limit(0.05), found.upper_limit(0.05)) == (0.0, 0.0, 0.0)
+    assert found.effective_rank == 0.0
 
 
 def test_orthonormal_units_show_no_signal():
     found = u_statistic(np.eye(5))
     assert (found.value, found.cov_frobenius_sq) == (0.0, 0.0)
     assert found.cov_trace == pytest.approx(1.0)  # sum of squares 5, less 5 * |mean|^2 = 1, over 4
-    assert found.cov_largest == pytest.approx(0.25)
+    assert found.cov_largest == 0.0  # the sample's own is 1/4, but no two units agree on any direction
 
 
 def test_equal_units_are_all_signal():
@@ -177,7 +233,22 @@ def test_fewer_than_four_units_are_refused(n):
 
 
 def test_four_units_are_enough():
-    assert u_statistic(np.eye(4)).num_samples == 4
+    found = u_statistic(np.eye(4))
+    assert (found.num_rows, found.num_samples) == (4, 4)
+
+
+def test_rows_may_stand_for_more_units_than_there_are_rows():
+    found = u_statistic(np.eye(4), num_samples=12)
+    assert (found.num_rows, found.num_samples) == (4, 12)
+    assert found.cov_trace == pytest.approx(3 * u_statistic(np.eye(4)).cov_trace)
+
+
+def test_an_exact_plug_in_score_takes_the_place_of_the_sketched_one():
+    # Plug-in 1/4 of orthonormal rows, T = 0. If it is known to be 1: T = (16 * 1 - 4)/12.
+    found = u_statistic(np.eye(4), plug_in=1.0)
+    assert found.value == pytest.approx(1.0)
+    assert u_statistic(np.eye(4), plug_in=0.25).value == 0.0
+    assert found.noise_sd == u_statistic(np.eye(4)).noise_sd
 
 
 @pytest.mark.parametrize("level", [0.0, 0.5, -0.1, 1.0, math.nan])
@@ -186,6 +257,45 @@ def test_a_level_outside_its_range_is_refused(level):
         statistic().upper_limit(level)
     with pytest.raises(ValueError, match=r"must be in \(0, 0\.5\)"):
         statistic().lower_limit(level)
+
+
+# --- the order of rows ----------------------------------------------------------------------------
+
+
+def test_neighbours_that_agree_like_all_others_show_no_order():
+    assert order_excess(np.ones((6, 6)), u_statistic(np.ones((6, 6)))) == 0.0
+
+
+def test_rows_without_any_gradient_show_no_order():
+    assert order_excess(np.zeros((6, 6)), u_statistic(np.zeros((6, 6)))) == 0.0
+
+
+def test_the_order_of_known_rows_is_in_standard_errors():
+    # Only neighbours agree: 5 of 15 pairs with 1, so 1 - 1/3 over sqrt((10/30)/5).
+    gram_NN = np.eye(6) * 7 + np.eye(6, k=1) + np.eye(6, k=-1)
+    assert order_excess(gram_NN, u_statistic(gram_NN)) == pytest.approx((2 / 3) / math.sqrt(1 / 15), rel=1e-12)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.3])
+def test_rows_in_random_order_show_a_standard_normal_excess(shift):
+    rng = np.random.default_rng(7)
+    found = []
+    for _ in range(1000):
+        gram_NN = (psi_NM := shift + rng.standard_normal((32, 40))) @ psi_NM.T
+        found.append(order_excess(gram_NN, u_statistic(gram_NN)))
+    assert abs(np.mean(found)) < 4 / math.sqrt(1000)
+    # At a signal H2 holds the signal too, and the spread is overstated: on the safe side. 4/sqrt(2000) = 0.09.
+    assert 0.3 < np.std(found) < 1.09
+    assert np.max(found) < 5.0  # what the probe takes for sorted
+
+
+def test_sorted_rows_are_many_standard_errors_off():
+    # Four classes one after the other, each with a direction of its own.
+    rng = np.random.default_rng(8)
+    psi_NM = np.repeat(rng.standard_normal((4, 40)), 8, axis=0) + rng.standard_normal((32, 40))
+    assert order_excess(psi_NM @ psi_NM.T, of(psi_NM)) > 5.0
+    mixed_NM = rng.permutation(psi_NM)
+    assert abs(order_excess(mixed_NM @ mixed_NM.T, of(mixed_NM))) < 3.0
 
 
 # --- the wild bootstrap ---------------------------------------------------------------------------
@@ -347,6 +457,46 @@ def test_the_largest_eigenvalue_is_on_the_safe_side(drawn):
     assert np.mean([u.cov_largest for u in drawn.found]) > drawn.largest
 
 
+def test_few_rows_do_not_inflate_the_largest_eigenvalue():
+    # C = I/64 of 128 numbers in 32 rows: the sample's own largest is (1 + sqrt(128/32))^2 = 9 times too high, ||C||_F
+    # 11.3 times, tr(C^4)^(1/4) 3.4 times. The latter's estimate has a spread of about its size to the fourth power,
+    # so a quarter of that in the root: 4 standard errors of a median of 100 are 0.15 of it.
+    rng = np.random.default_rng(3)
+    found = [of(rng.standard_normal((32, 128)) / 8).cov_largest * 64 for _ in range(100)]
+    assert np.median(found) == pytest.approx(128**0.25, rel=0.15)
+
+
+def test_the_closed_walks_estimate_the_fourth_power_but_for_the_centring():
+    # tr C^4 of variances sd^2 without signal. Centring by row means takes (1 - 1/n)^4 of it off, about 4/n, where few
+    # directions rule; 4 standard errors each way. The walks give the least of the three here: 1.9 against 3.9 and 4.7.
+    rng, sd_M, n = np.random.default_rng(4), np.linspace(0.5, 1.0, 60), 60
+    walks = [of(sd_M * rng.standard_normal((n, 60))).cov_largest ** 4 for _ in range(400)]
+    truth, slack = np.sum(sd_M**8), 4 * np.std(walks) / math.sqrt(400)
+    assert truth * (1 - 4 / n) - slack < np.mean(walks) < truth + slack
+
+
+def test_chunk_means_estimate_what_units_do():
+    # 240 units in 24 rows of 10: value and trace stay unbiased for the score and the trace of a *unit*.
+    rng, mu_M, sd_M = np.random.default_rng(5), np.full(20, 0.1), np.linspace(0.3, 1.0, 20)
+    found = []
+    for _ in range(400):
+        psi_NM = mu_M + sd_M * rng.standard_normal((240, 20))
+        rows_NM = psi_NM.reshape(24, 10, 20).mean(axis=1)
+        found.append(u_statistic(rows_NM @ rows_NM.T, num_samples=240))
+    assert_mean([u.value for u in found], 20 * 0.1**2)
+    assert_mean([u.cov_trace for u in found], np.square(sd_M).sum())
+
+
+def test_the_effective_rank_of_noise_is_that_of_its_covariance():
+    # (sum sd^2)^2/sum sd^4 of units and of chunk means alike; H2 of 24 rows is known to about 1/24 of its size.
+    rng, sd_M = np.random.default_rng(6), np.linspace(0.3, 1.0, 20)
+    psi_BNM = sd_M * rng.standard_normal((200, 240, 20))
+    truth = np.square(sd_M).sum() ** 2 / np.sum(sd_M**4)
+    for rows_BNM in (psi_BNM[:, :24], psi_BNM.reshape(200, 24, 10, 20).mean(axis=2)):
+        ranks = [u_statistic(r @ r.T).effective_rank for r in rows_BNM]
+        assert np.median(ranks) == pytest.approx(truth, rel=0.1)
+
+
 def test_the_signal_variance_is_estimated_without_the_noise_in_it(drawn):
     # As defined it is too low by (4 v1 + S^2)/n, since H2 holds the signal too; clipping at zero lifts it
     # by less than one standard deviation where there is hardly a signal.
@@ -377,6 +527,14 @@ def test_the_lower_limit_covers_nearly_as_often_as_it_says(drawn):
 def test_the_lower_limit_covers_a_strong_signal_too(n, score):
     found = draws(n, n=n, m=20, score=score, repeats=1000).found
     assert np.mean([u.lower_limit(0.05) <= score for u in found]) >= 0.93  # 0.95 less 3 standard errors
+
+
+@pytest.mark.parametrize("score", [0.5, 2.0, 10.0])
+def test_the_upper_limit_covers_where_all_noise_is_along_the_signal(score):
+    # The least favourable covariance of (7): rank one, so that all three estimates of lmax are of lmax itself.
+    rng = np.random.default_rng(int(10 * score))
+    covered = [of(math.sqrt(score) + rng.standard_normal((32, 1))).upper_limit(0.05) >= score for _ in range(2000)]
+    assert np.mean(covered) >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 2000)
 
 
 def test_a_lucky_draw_below_zero_never_certifies_saturation(drawn):
@@ -562,7 +720,7 @@ def test_a_smaller_tolerance_never_makes_a_candidate_saturated(one, other, trans
         assert strict == "useful"
 
 
-def test_the_cost_of_a_certificate_is_eigenvalues_gram_and_flips():
-    # Three times 9 * 5^3 and 4/3 * 6^3, 2 * 6^2 * 10, 2 * 7 * 6^2.
-    found = certificate_flops(num_units=6, numbers=10, features=5, num_resamples=7)
-    assert found == (3375 + 288) + 720 + 504
+def test_the_cost_of_a_certificate_is_factors_gram_and_flips():
+    # Three factors and two products, 11 * 5^3; 2 * 6^2 * 10 and (4/3 + 2) * 6^3; 2 * 7 * 6^2.
+    found = certificate_flops(num_rows=6, numbers=10, features=5, num_resamples=7)
+    assert found == 1375 + (720 + 288 + 432) + 504

@@ -5,8 +5,7 @@ Where the core works from a Gram matrix, a twin works from the psi_i themselves.
 """
 
 import math
-from itertools import product
-from statistics import NormalDist
+from itertools import permutations, product
 
 import numpy as np
 import scipy.linalg
@@ -94,6 +93,63 @@ def whitened_units(g_NPD, phi_NPK, sigma_KK, *, ridge: float):
     return np.array([(unit_cross_gradient(g, phi) @ q_KK).ravel() for g, phi in zip(g_NPD, phi_NPK, strict=True)])
 
 
+def gated_moments(phi_NPD):
+    """Sigma_d = E sum_p phi_pd phi_pd^T of each row d: each has one feature of its own, and the constant one."""
+    num, positions, width = phi_NPD.shape
+    found_D22 = np.zeros((width, 2, 2))
+    for d in range(width):
+        own_NP2 = np.stack([phi_NPD[:, :, d], np.ones((num, positions))], axis=2)
+        found_D22[d] = second_moment(own_NP2)
+    return found_D22
+
+
+def gated_cross_gradient(g_NPD, phi_NPD):
+    """Row d of G: E sum_p g_pd [phi_pd, 1]."""
+    num, positions, width = g_NPD.shape
+    cross_D2 = np.zeros((width, 2))
+    for d in range(width):
+        for i in range(num):
+            for p in range(positions):
+                cross_D2[d] += g_NPD[i, p, d] * np.array([phi_NPD[i, p, d], 1.0]) / num
+    return cross_D2
+
+
+def gated_weights(g_NPD, phi_NPD, *, ridge: float):
+    """Least squares of each row's gradient on that row's own features, one row after the other."""
+    rows = []
+    for d in range(g_NPD.shape[2]):
+        own_NP2 = np.stack([phi_NPD[:, :, d], np.ones(phi_NPD.shape[:2])], axis=2)
+        rows.append(least_squares_weights(g_NPD[:, :, d : d + 1], own_NP2, ridge=ridge))
+    return np.array(rows)
+
+
+# --- 1.6: partialling out -------------------------------------------------------------------------
+
+
+def residual_features(new_NPK, old_NPO, *, ridge: float):
+    """phi_perp = phi_new - B phi_old, with B the (ridged) least-squares fit on all samples and positions."""
+    num, positions, old = old_NPO.shape
+    lam = ridge * sum(second_moment(old_NPO)[o, o] for o in range(old)) / max(old, 1)
+    rows_XO = np.vstack([old_NPO.reshape(num * positions, old), math.sqrt(lam * num) * np.eye(old)])
+    target_XK = np.vstack([new_NPK.reshape(num * positions, -1), np.zeros((old, new_NPK.shape[2]))])
+    fit_OK = np.linalg.lstsq(rows_XO, target_XK, rcond=None)[0]
+    return (target_XK[: num * positions] - rows_XO[: num * positions] @ fit_OK).reshape(new_NPK.shape)
+
+
+# --- 2.3: the pool ---------------------------------------------------------------------------------
+
+
+def pool_inflation(half_a_KK, half_b_KK, *, ridge: float) -> float:
+    """1 + e/(2 + e), e + 1 = mean of tr((A + lam)^-1 B)/tr((A + lam)^-1 A) and the same turned round, e >= 0."""
+    features, ratios = len(half_a_KK), []
+    for fit_KK, other_KK in ((half_a_KK, half_b_KK), (half_b_KK, half_a_KK)):
+        lam = ridge * sum(fit_KK[k, k] for k in range(features)) / features
+        inverse_KK = scipy.linalg.inv(fit_KK + lam * np.eye(features))
+        ratios.append(np.trace(inverse_KK @ other_KK) / np.trace(inverse_KK @ fit_KK))
+    excess = max(0.0, sum(ratios) / 2 - 1)
+    return 1 + excess / (2 + excess)
+
+
 # --- 2.2 and 2.3: the certificate -----------------------------------------------------------------
 
 
@@ -151,22 +207,81 @@ def standard_error(psi_NM) -> float:
     return math.sqrt(4 * v1(psi_NM) / n + 2 * h2(psi_NM) / (n * (n - 1)))
 
 
-def upper_limit(psi_NM, *, level: float) -> float:
-    """(7) unsolved: the S >= T at which S - T = z sqrt(4 S lmax/n + 2 H2/n^2), by bisection."""
-    n, z = len(psi_NM), NormalDist().inv_cdf(1 - level)
+def u_statistic_from_plug_in(plug_in_score: float, psi_NM) -> float:
+    """(6) with ||sum psi||^2 = n^2 times a plug-in score known from elsewhere."""
+    n = len(psi_NM)
+    return (n**2 * plug_in_score - math.fsum(dot(psi, psi) for psi in psi_NM)) / (n * (n - 1))
+
+
+def closed_walks(psi_NM) -> float:
+    """Mean over distinct i, j, k, l of D_ij D_jk D_kl D_li, D_ij = H_ij - h_i - h_j + T: about tr C^4."""
+    n = len(psi_NM)
+    h_N = [math.fsum(dot(psi_NM[i], psi_NM[j]) for j in range(n) if j != i) / (n - 1) for i in range(n)]
+    mean = math.fsum(h_N) / n
+    d = [[dot(psi_NM[i], psi_NM[j]) - h_N[i] - h_N[j] + mean for j in range(n)] for i in range(n)]
+    walks = [d[i][j] * d[j][k] * d[k][m] * d[m][i] for i, j, k, m in permutations(range(n), 4)]
+    return math.fsum(walks) / len(walks)
+
+
+def largest_eigenvalue(psi_NM) -> float:
+    """The least of the sample's own, ||C||_F and the Schatten norm (tr C^4)^(1/4)."""
+    walks = closed_walks(psi_NM)
+    schatten = walks**0.25 if walks > 0 else math.inf
+    return min(float(np.linalg.eigvalsh(covariance(psi_NM))[-1]), math.sqrt(h2(psi_NM)), schatten)
+
+
+def effective_rank(psi_NM) -> float:
+    """(tr C)^2/||C||_F^2, with H2 for the latter."""
+    return float(np.trace(covariance(psi_NM))) ** 2 / h2(psi_NM)
+
+
+def upper_limit(psi_NM, *, quantile: float) -> float:
+    """(7) unsolved: the S >= T+ at which S - T+ = q sqrt(4 S lmax/n + 2 H2/n^2), by bisection."""
+    n = len(psi_NM)
     t = max(u_statistic(psi_NM), 0.0)
-    largest, spread = float(np.linalg.eigvalsh(covariance(psi_NM))[-1]), h2(psi_NM)
+    largest, spread = largest_eigenvalue(psi_NM), h2(psi_NM)
 
     def slack(s: float) -> float:
-        return s - t - z * math.sqrt(4 * s * largest / n + 2 * spread / n**2)
+        return s - t - quantile * math.sqrt(4 * s * largest / n + 2 * spread / n**2)
 
     low, high = t, t + 1.0
     while slack(high) < 0:
         high = t + 2 * (high - t)
+    return bisected(slack, low, high)
+
+
+def lower_limit(psi_NM, *, quantile: float) -> float:
+    """The S <= T at which T - S = q sqrt(4 (v1 S/T)/n + sd0^2), by bisection; T - q sd where T is not positive.
+
+    v1 is taken to be proportional to S: it is mu^T C mu, quadratic in the mean.
+    """
+    n, t = len(psi_NM), u_statistic(psi_NM)
+    if t <= 0:
+        return t - quantile * standard_error(psi_NM)
+    linear, floor = v1(psi_NM), noise_sd(psi_NM)
+
+    def slack(s: float) -> float:
+        return quantile * math.sqrt(max(0.0, 4 * linear * (s / t) / n + floor**2)) - (t - s)
+
+    low = t - 1.0
+    while slack(low) > 0:
+        low = t - 2 * (t - low)
+    return bisected(slack, low, t)
+
+
+def bisected(slack, low: float, high: float) -> float:
+    """Where a function that is below zero at ``low`` and not at ``high`` crosses it."""
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if slack(middle) < 0 else (low, middle)
     return (low + high) / 2
+
+
+def order_excess(psi_NM) -> float:
+    """Mean over neighbours less the mean over all pairs, over the spread sqrt(H2/(n-1)) of n - 1 of them."""
+    n = len(psi_NM)
+    neighbours = math.fsum(dot(psi_NM[i], psi_NM[i + 1]) for i in range(n - 1)) / (n - 1)
+    return (neighbours - u_statistic(psi_NM)) / math.sqrt(h2(psi_NM) / (n - 1))
 
 
 def pair_products(psi_NM) -> list[tuple[int, int, float]]:

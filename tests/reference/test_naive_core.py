@@ -10,18 +10,30 @@ import math
 import naive_core as naive
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from growth_service.core.certificate import (
     ENOUGH_EXCEEDANCES,
     chaos_tail_bound,
+    order_excess,
+    student_quantile,
     transfer,
     u_statistic,
     wild_bootstrap_p_value,
 )
 from growth_service.core.frontier import Outcome, frontier
-from growth_service.core.score import covariance_diagnostic, descent_direction, saturation_score, whitener
+from growth_service.core.score import (
+    GradientMoments,
+    covariance_diagnostic,
+    descent_direction,
+    gradmax_score,
+    partial_out,
+    pool_inflation,
+    saturation_score,
+    whitener,
+)
 
 RIDGES = st.sampled_from([0.0, 1e-3, 1e-2, 0.5])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -80,6 +92,76 @@ def test_the_descent_direction_is_minus_the_least_squares_weights(probe, ridge):
     np.testing.assert_allclose(direction_DK, wanted_DK, rtol=1e-9, atol=1e-9 * np.abs(wanted_DK).max())
 
 
+@given(probes())
+def test_the_gradmax_score_adds_the_squared_entries(probe):
+    cross_DK = naive.cross_gradient(*probe)
+    assert gradmax_score(cross_DK) == pytest.approx(sum(x**2 for row in cross_DK for x in row), rel=1e-12)
+
+
+@st.composite
+def gated(draw):
+    """g_NPD and phi_NPD: every row of the projection has its own feature."""
+    rng = np.random.default_rng(draw(SEEDS))
+    positions, width, num = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(10, 14))
+    phi_NPD = rng.standard_normal((num, positions, width)) * rng.uniform(0.5, 2.0, width) + rng.uniform(-1, 1, width)
+    return rng.standard_normal((num, positions, width)) + rng.uniform(-1, 1, width) * phi_NPD, phi_NPD
+
+
+@given(gated(), RIDGES)
+def test_rows_with_features_of_their_own_are_fitted_one_by_one(probe, ridge):
+    cross_D2, weights_D2 = naive.gated_cross_gradient(*probe), naive.gated_weights(*probe, ridge=ridge)
+    w = whitener(naive.gated_moments(probe[1]), ridge=ridge)
+    assert saturation_score(cross_D2, w) == pytest.approx(naive.dot(cross_D2.ravel(), weights_D2.ravel()), rel=1e-9)
+    np.testing.assert_allclose(
+        descent_direction(cross_D2, w), -weights_D2, rtol=1e-9, atol=1e-9 * np.abs(weights_D2).max()
+    )
+
+
+@st.composite
+def joint_probes(draw):
+    """g_NPD, new features phi_NPK and existing ones phi_NPO, which are correlated."""
+    g_NPD, new_NPK = draw(probes())
+    rng = np.random.default_rng(draw(SEEDS))
+    old = draw(st.integers(0, 3))
+    mix_KO = rng.standard_normal((new_NPK.shape[2], old))
+    old_NPO = rng.standard_normal((*new_NPK.shape[:2], old)) + new_NPK @ mix_KO
+    return g_NPD, new_NPK, old_NPO
+
+
+@given(joint_probes(), RIDGES)
+def test_what_is_left_of_new_features_is_the_residual_of_least_squares(probe, ridge):
+    g_NPD, new_NPK, old_NPO = probe
+    joint_NPJ = np.concatenate([new_NPK, old_NPO], axis=2)
+    keep_JK, rest_KK = partial_out(naive.second_moment(joint_NPJ), num_new=new_NPK.shape[2], ridge=ridge)
+    left_NPK = naive.residual_features(new_NPK, old_NPO, ridge=ridge)
+    scale = 1e-9 * np.abs(joint_NPJ).max() ** 2
+    np.testing.assert_allclose(joint_NPJ @ keep_JK, left_NPK, rtol=1e-9, atol=scale)
+    np.testing.assert_allclose(rest_KK, naive.second_moment(left_NPK), rtol=1e-9, atol=scale)
+    np.testing.assert_allclose(
+        naive.cross_gradient(g_NPD, joint_NPJ) @ keep_JK, naive.cross_gradient(g_NPD, left_NPK), rtol=1e-9, atol=scale
+    )
+
+
+@given(joint_probes())
+def test_the_score_of_the_rest_is_what_the_joint_features_explain_beyond_the_old(probe):
+    g_NPD, new_NPK, old_NPO = probe
+    joint_NPJ = np.concatenate([new_NPK, old_NPO], axis=2)
+    keep_JK, rest_KK = partial_out(naive.second_moment(joint_NPJ), num_new=new_NPK.shape[2], ridge=0.0)
+    found = saturation_score(naive.cross_gradient(g_NPD, joint_NPJ) @ keep_JK, whitener(rest_KK, ridge=0.0))
+    joint = naive.projected_norm_sq(g_NPD, joint_NPJ)
+    old = naive.projected_norm_sq(g_NPD, old_NPO) if old_NPO.shape[2] else 0.0
+    # A difference of projections, of features that are correlated up to 0.999: 1e-8 of the larger.
+    assert found == pytest.approx(joint - old, rel=1e-8, abs=1e-8 * joint)
+
+
+@given(probes(), SEEDS, RIDGES)
+def test_inflation_is_the_mean_of_what_each_half_says_of_the_other(probe, seed, ridge):
+    phi_NPK = probe[1]
+    order_N = np.random.default_rng(seed).permutation(len(phi_NPK))
+    halves = [naive.second_moment(phi_NPK[part]) for part in np.array_split(order_N, 2)]
+    assert pool_inflation(*halves, ridge=ridge) == pytest.approx(naive.pool_inflation(*halves, ridge=ridge), rel=1e-8)
+
+
 @given(probes(), st.sampled_from([1e-3, 0.5]))
 def test_the_plug_in_score_is_the_norm_of_the_mean_whitened_unit(probe, ridge):
     psi_NM = naive.whitened_units(*probe, naive.second_moment(probe[1]), ridge=ridge)
@@ -115,26 +197,103 @@ def test_the_standard_error_adds_both_orders(psi_NM):
 
 
 @given(units())
-def test_trace_and_largest_eigenvalue_are_those_of_the_covariance_matrix(psi_NM):
-    statistic, cov_MM = u_statistic(psi_NM @ psi_NM.T), naive.covariance(psi_NM)
-    scale = 1e-9 * np.square(psi_NM).sum()
-    assert statistic.cov_trace == pytest.approx(np.trace(cov_MM), rel=1e-9, abs=scale)
-    assert statistic.cov_largest == pytest.approx(np.linalg.eigvalsh(cov_MM)[-1], rel=1e-9, abs=scale)
+def test_the_trace_is_that_of_the_covariance_matrix(psi_NM):
+    found, wanted = u_statistic(psi_NM @ psi_NM.T).cov_trace, np.trace(naive.covariance(psi_NM))
+    assert found == pytest.approx(wanted, rel=1e-9, abs=1e-9 * np.square(psi_NM).sum())
+
+
+@given(units())
+def test_the_largest_eigenvalue_is_the_least_of_three_upper_estimates(psi_NM):
+    # Fourth powers: a sum over walks is exact to rounding, its fourth root near zero is not.
+    found, wanted = u_statistic(psi_NM @ psi_NM.T).cov_largest, naive.largest_eigenvalue(psi_NM)
+    scale = np.square(psi_NM).sum() ** 4
+    assert found**4 == pytest.approx(wanted**4, rel=1e-9, abs=1e-11 * scale)
+
+
+def test_each_of_the_three_estimates_is_the_least_somewhere():
+    least = set()
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        psi_NM = rng.standard_normal((int(rng.integers(4, 13)), int(rng.integers(1, 9)))) + (seed % 3)
+        walks = naive.closed_walks(psi_NM)
+        three = (
+            float(np.linalg.eigvalsh(naive.covariance(psi_NM))[-1]),
+            math.sqrt(naive.h2(psi_NM)),
+            walks**0.25 if walks > 0 else math.inf,
+        )
+        least.add(three.index(min(three)))
+        assert u_statistic(psi_NM @ psi_NM.T).cov_largest == pytest.approx(min(three), rel=1e-6)
+    assert least == {0, 1, 2}  # else the twin above would not see a change of one of them
+
+
+@given(units())
+def test_the_effective_rank_is_trace_squared_over_the_squared_norm(psi_NM):
+    scale = np.square(psi_NM).sum() ** 2 / naive.h2(psi_NM)
+    found = u_statistic(psi_NM @ psi_NM.T).effective_rank
+    assert found == pytest.approx(naive.effective_rank(psi_NM), rel=1e-9, abs=1e-12 * scale)
 
 
 @given(units(), st.sampled_from([0.2, 0.05, 0.001]))
 def test_the_upper_limit_solves_its_equation(psi_NM, level):
+    q = student_quantile(1 - level, degrees=len(psi_NM) - 1)
     assert u_statistic(psi_NM @ psi_NM.T).upper_limit(level) == pytest.approx(
-        naive.upper_limit(psi_NM, level=level), rel=1e-9
+        naive.upper_limit(psi_NM, quantile=q), rel=1e-6, abs=1e-9 * np.square(psi_NM).sum()
     )
 
 
 @given(units(), st.sampled_from([0.2, 0.05, 0.001]))
-def test_the_lower_limit_is_z_standard_errors_below(psi_NM, level):
-    z = {0.2: 0.8416212335729143, 0.05: 1.6448536269514722, 0.001: 3.090232306167813}[level]  # tables
-    wanted = naive.u_statistic(psi_NM) - z * naive.standard_error(psi_NM)
+def test_the_lower_limit_solves_its_equation(psi_NM, level):
+    q = student_quantile(1 - level, degrees=len(psi_NM) - 1)
+    wanted = naive.lower_limit(psi_NM, quantile=q)
     scale = np.square(psi_NM).sum()
     assert u_statistic(psi_NM @ psi_NM.T).lower_limit(level) == pytest.approx(wanted, rel=1e-9, abs=1e-9 * scale)
+
+
+@given(units(), st.sampled_from([0.2, 0.05, 0.01]))
+def test_limits_take_students_quantile_of_one_degree_less_than_units(psi_NM, level):
+    assume(len(psi_NM) >= 6)
+    # The expansion is stated to be 1 % off at most from 5 degrees of freedom on for p <= 0.99; distances
+    # from T are between proportional to the quantile and, where one term rules the root, to its square.
+    q, t = float(scipy.stats.t.ppf(1 - level, len(psi_NM) - 1)), naive.u_statistic(psi_NM)
+    found = u_statistic(psi_NM @ psi_NM.T)
+    low, high = naive.lower_limit(psi_NM, quantile=q), naive.upper_limit(psi_NM, quantile=q)
+    assert found.lower_limit(level) == pytest.approx(low, abs=0.02 * (t - low))
+    assert found.upper_limit(level) == pytest.approx(high, abs=0.02 * (high - max(t, 0.0)))
+
+
+@given(units(), SEEDS)
+def test_a_sketch_blurs_the_noise_and_not_the_signal(psi_NM, seed):
+    m = psi_NM.shape[1]
+    sketched_NM = psi_NM @ np.random.default_rng(seed).standard_normal((m, m + 1)) / math.sqrt(m + 1)
+    exact = naive.plug_in(psi_NM)
+    gram_NN = sketched_NM @ sketched_NM.T
+    found, without = u_statistic(gram_NN, plug_in=exact), u_statistic(gram_NN)
+    scale = (np.square(psi_NM).sum() + np.square(sketched_NM).sum()) * 1e-9
+    assert found.value == pytest.approx(naive.u_statistic_from_plug_in(exact, sketched_NM), rel=1e-9, abs=scale)
+    assert (found.noise_sd, found.standard_error) == (without.noise_sd, without.standard_error)
+
+
+@given(units())
+def test_without_a_sketch_the_exact_plug_in_score_changes_nothing(psi_NM):
+    found = u_statistic(psi_NM @ psi_NM.T, plug_in=naive.plug_in(psi_NM))
+    assert found.value == pytest.approx(naive.u_statistic(psi_NM), rel=1e-9, abs=1e-9 * np.square(psi_NM).sum())
+
+
+@given(units(), st.integers(1, 7))
+def test_the_bias_of_chunk_means_is_counted_in_units(psi_NM, size):
+    # Rows stand for means over chunks of ``size`` units: one unit varies ``size`` times as much.
+    n = len(psi_NM)
+    found, plain = (u_statistic(psi_NM @ psi_NM.T, num_samples=num) for num in (n * size, None))
+    assert found.cov_trace == pytest.approx(size * np.trace(naive.covariance(psi_NM)), rel=1e-9, abs=1e-9)
+    assert (found.effective_rank, found.noise_sd) == pytest.approx((plain.effective_rank, plain.noise_sd), rel=1e-12)
+    assert (found.num_samples, found.num_rows) == (n * size, n)
+
+
+@given(units())
+def test_order_excess_is_how_far_neighbours_agree_more_than_all(psi_NM):
+    gram_NN = psi_NM @ psi_NM.T
+    found = order_excess(gram_NN, u_statistic(gram_NN))
+    assert found == pytest.approx(naive.order_excess(psi_NM), rel=1e-9, abs=1e-9)
 
 
 def signs_of(seed, *, num, n):
@@ -208,7 +367,7 @@ def test_transfer_limits_are_students(seed, n, train_score, level):
 def test_the_covariance_figures_are_those_of_the_entries(seed, n, d):
     rng = np.random.default_rng(seed)
     g_ND = rng.standard_normal((n, d)) @ rng.standard_normal((d, d)) + rng.standard_normal(d)
-    found = covariance_diagnostic(g_ND)
+    found = covariance_diagnostic(GradientMoments.of(g_ND))
     ratio, rank, correlation = naive.covariance_diagnostic(g_ND)
     assert found.off_diagonal_ratio == pytest.approx(ratio, rel=1e-9, abs=1e-9)
     assert found.effective_rank == pytest.approx(rank, rel=1e-9)

@@ -24,7 +24,7 @@ from growth_service.blocks import MLPBlock, block_from_config
 from growth_service.core.confidence import spend
 from growth_service.errors import SiteError, UserError
 from growth_service.probing import Candidate, probe, probe_until_decided
-from growth_service.probing.probe import MAX_CHUNKS, chunk_size, counted
+from growth_service.probing.prepare import MAX_CHUNKS, chunk_size, counted
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 MLP = {"type": "mlp", "width": 6, "hidden": 4}
