@@ -342,16 +342,30 @@ class Figure(NamedTuple):
     """None: no bar, for information."""
 
 
-def share(claim: str, where: str, hits: Iterable[bool], *, at_least: float = 0.0, at_most: float = 1.0) -> Figure:
-    """A share of draws with its interval (Wilson 1927) and its bar; no bar given: for information."""
+def share(
+    claim: str,
+    where: str,
+    hits: Iterable[bool],
+    *,
+    at_least: float = 0.0,
+    at_most: float = 1.0,
+    information: bool = False,
+) -> Figure:
+    """A share of draws with its interval (Wilson 1927), held against its bar unless that is for information."""
     marks = list(hits)
     n, value = len(marks), sum(marks) / len(marks)
     z2 = NormalDist().inv_cdf(0.975) ** 2
     middle = (value + z2 / (2 * n)) / (1 + z2 / n)
     half = math.sqrt(z2 * (value * (1 - value) / n + z2 / (4 * n**2))) / (1 + z2 / n)
-    bar = f">= {at_least:g}" if at_least > 0 else f"<= {at_most:g}" if at_most < 1 else "-"
     return Figure(
-        claim, where, n, value, middle - half, middle + half, bar, at_least <= value <= at_most if bar != "-" else None
+        claim=claim,
+        where=where,
+        draws=n,
+        value=value,
+        low=middle - half,
+        high=middle + half,
+        bar=("nominal " if information else "") + (f">= {at_least:g}" if at_least > 0 else f"<= {at_most:g}"),
+        held=None if information else at_least <= value <= at_most,
     )
 
 
@@ -360,7 +374,7 @@ def extreme(figures: list[Figure]) -> list[Figure]:
     found = []
     for claim in dict.fromkeys(f.claim for f in figures):
         mine = [f for f in figures if f.claim == claim]
-        worst = max(mine, key=lambda f: f.value if f.bar.startswith("<=") else -f.value)
+        worst = max(mine, key=lambda f: f.value if "<=" in f.bar else -f.value)
         found.append(worst._replace(claim=f"{claim} (worst of {len(mine)})"))
     return found
 
@@ -419,7 +433,7 @@ def coverage(
                 upper = (look.stat.upper_limit(LEVEL) >= look.score for look in seen)
                 lower = (look.stat.lower_limit(LEVEL) <= look.score for look in seen)
                 found.append(share("b: upper limit covers S", where, upper, at_least=0.95))
-                found.append(share("b: lower limit covers S", where, lower))
+                found.append(share("b: lower limit covers S", where, lower, at_least=0.95, information=True))
     return found
 
 
@@ -496,7 +510,7 @@ def false_stops(world: World, *, num_samples: int, snr: float, draws: int, rng: 
     return [
         share("d: saturated, gain 2 x tolerance", where, saturated, at_most=0.05),
         share("d: no transferable gain, it is 2 x tolerance", where, stopped, at_most=0.05),
-        share("d: no transferable gain, it is the tolerance", where, at_tolerance),
+        share("d: no transferable gain, it is the tolerance", where, at_tolerance, at_most=0.05, information=True),
     ]
 
 

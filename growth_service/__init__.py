@@ -10,7 +10,7 @@ from typing import Any
 
 _HOMES = {
     "probe": "growth_service.probing",
-    "probe_until_decided": "growth_service.probing",
+    "Looks": "growth_service.probing",
     "jumpboard": "growth_service.probing",
     "sites": "growth_service.models",
     "insert_block": "growth_service.growth",
@@ -22,12 +22,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "Looks",
     "growth_log",
     "insert_block",
     "jumpboard",
     "load_job",
     "probe",
-    "probe_until_decided",
     "rebuild",
     "run_job",
     "sites",

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def probe_command(
     console.print(advice_text(report), soft_wrap=True)
     if "next" in report:
         console.print(Text.assemble(("The schedule's own rule: ", "bold"), report["next"]), soft_wrap=True)
-    for look in report.get("looks", []):
+    for look in report["looks"]:
         console.print(f"look at {look['num_samples']} samples, level {look['level']:.3g}: {look['verdict']}")
     if plot is not None:
         console.print(f"picture: {plot}", soft_wrap=True)
@@ -105,7 +104,7 @@ def _probe_any(
     import torch
 
     from growth_service.cli.probe_source import cross_entropy, load_data, load_model
-    from growth_service.probing import probe, probe_until_decided
+    from growth_service.probing import Looks, probe
 
     if device == "cpu":
         torch.set_num_threads(1)  # two threads on a busy machine are 10-30 times slower
@@ -123,11 +122,9 @@ def _probe_any(
         "tolerance": tolerance,
         "level": level,
         "seed": seed,
+        "looks": Looks() if until_decided else None,
     }
     with _bar() as progress:
-        if until_decided:
-            report, looks = probe_until_decided(network, progress=progress, **arguments)
-            return report.to_dict() | {"looks": [asdict(look) for look in looks]}
         return probe(network, progress=progress, **arguments).to_dict()
 
 

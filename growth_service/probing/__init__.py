@@ -4,15 +4,14 @@ from growth_service.probing.candidates import Candidate
 from growth_service.probing.jumpboard import Jumpboard, jumpboard
 from growth_service.probing.probe import probe
 from growth_service.probing.report import SaturationReport, SiteReport
-from growth_service.probing.sequential import PastLook, probe_until_decided
+from growth_service.probing.sequential import Looks
 
 __all__ = [
     "Candidate",
     "Jumpboard",
-    "PastLook",
+    "Looks",
     "SaturationReport",
     "SiteReport",
     "jumpboard",
     "probe",
-    "probe_until_decided",
 ]

@@ -37,10 +37,10 @@ def sum_over(passing: Pass, items: Numbered, *, num_samples: int, exact_moments:
     """
     totals: list[SiteTotal] = []
     for first, num, seen in passing.batches(items):
-        if not totals:
-            totals = [SiteTotal(s, num_samples=num_samples, exact=exact_moments) for s in seen]
-        for total, s in zip(totals, seen, strict=True):
-            total.add(s, first=first, num=num)
+        for site, s in enumerate(seen):
+            if site == len(totals):
+                totals.append(SiteTotal(s, num_samples=num_samples, exact=exact_moments))
+            totals[site].add(s, first=first, num=num)
     if not totals:
         return Sums(num_samples=0, loss_sum=0.0, sites=[])
     return Sums(
@@ -125,8 +125,9 @@ class _DoubleSum:
         self._pending = 0
 
     def total(self) -> FloatArray:
-        """The whole sum."""
+        """The whole sum; nothing can be added any more."""
         self._settle()
+        self._work = self._work.new_zeros(0)
         assert self._double is not None
         return self._double
 
@@ -174,13 +175,12 @@ def rows_over(
     every = max(1, num_samples // COVARIANCE_SAMPLES)
     totals: list[_SiteChunks] = []
     for first, num, seen in passing.batches(items):
-        if not totals:
-            totals = [
-                _SiteChunks(s, frame, num_chunks=num_chunks, chunk_size=chunk_size, every=every, seed=seed)
-                for s, frame in zip(seen, frames, strict=True)
-            ]
-        for total, s in zip(totals, seen, strict=True):
-            total.add(s, first=first, num=num)
+        for site, s in enumerate(seen):
+            if site == len(totals):
+                totals.append(
+                    _SiteChunks(s, frames[site], num_chunks=num_chunks, chunk_size=chunk_size, every=every, seed=seed)
+                )
+            totals[site].add(s, first=first, num=num)
     return Rows(num_samples=passing.num_samples, loss_sum=passing.loss_sum, sites=[t.finish() for t in totals])
 
 

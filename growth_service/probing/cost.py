@@ -46,8 +46,8 @@ def cost_of(
         passing = Pass(model, candidates, loss=loss if labelled else None, reduction=reduction)
         with FlopCounter() as counter:
             for _, num, found in passing.batches([(0, one if labelled else one[0])]):
+                seen = list(found)
                 if labelled:
-                    seen = found
                     for s in seen:
                         assert s.g is not None
                         s.add_cross(0, num, to=torch.zeros(s.shape, dtype=s.g.dtype, device=s.g.device))

@@ -73,8 +73,11 @@ class Pass:
         self.loss_sum = 0.0
         self.num_samples = 0
 
-    def batches(self, items: Numbered) -> Iterator[tuple[int, int, list["Seen"]]]:
-        """(index of the first sample, samples, what each candidate sees) of each batch."""
+    def batches(self, items: Numbered) -> Iterator[tuple[int, int, Iterator["Seen"]]]:
+        """(index of the first sample, samples, what each candidate sees) of each batch.
+
+        What candidates see is made one by one, as it is asked for: only one candidate's features live at a time.
+        """
         taps = Taps(self.model, self._paths, with_gradient=self._loss is not None, beside=self._listened)
         blocks = [c.block for c in self.candidates]
         looking = untouched(self.model, with_gradient=self._loss is not None)
@@ -85,7 +88,8 @@ class Pass:
                 num, gradients = self._forward_backward(batch, taps)
                 with torch.no_grad():
                     self._note_steps(taps)
-                    yield first, num, [self._see(c, taps, gradients) for c in self.candidates]
+                    yield first, num, (self._see(c, taps, gradients) for c in self.candidates)
+                gradients.clear()
                 self.num_samples += num
                 if self._progress is not None:
                     self._progress(num)

@@ -12,6 +12,7 @@ from growth_service.probing.cost import cost_of, probe_flops
 from growth_service.probing.defaults import Inner
 from growth_service.probing.prepare import Mapper, Progress, chunk_size, counted, prepare
 from growth_service.probing.report import SaturationReport
+from growth_service.probing.sequential import Looks, look_until_decided
 
 
 def probe(
@@ -31,6 +32,7 @@ def probe(
     inner: Inner | Sequence[Inner] = "copy",
     candidates: Sequence[Candidate] | None = None,
     fresh: Iterable[Batch] | None = None,
+    looks: Looks | None = None,
     mapper: Mapper | None = None,
     progress: Progress | None = None,
 ) -> SaturationReport:
@@ -62,6 +64,7 @@ def probe(
         candidates: In place of ``sites`` and ``blocks``: any mix of new blocks and new units.
         fresh: More held-out samples, used for the best candidate alone: a choice among many is
             certified again where it was not made.
+        looks: Look at more and more of ``batches`` until there is a verdict; None: at all of them, once.
         mapper: How parts of a pass are worked off; None: one after the other here.
         progress: Told after each batch how many samples are done, of how many.
 
@@ -94,9 +97,11 @@ def probe(
         mapper=mapper,
         progress=progress,
     )
-    size = chunk_size(held_out.num)
-    rows = prepared.look(held_out.items(), num_samples=held_out.num, size=size)
-    report = prepared.report(rows, level=level)
+    if looks is None:
+        rows = prepared.look(held_out.items(), num_samples=held_out.num, size=chunk_size(held_out.num))
+        report = prepared.report(rows, level=level)
+    else:
+        report = look_until_decided(prepared, held_out, looks, level=level)
     notes = prepared.notes(held_out)
     if fresh is not None and report.best is not None:
         report = replace(report, confirmed=prepared.confirm(report.best, fresh, level=level))

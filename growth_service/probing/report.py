@@ -131,6 +131,16 @@ class SiteReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PastLook:
+    """One look of several."""
+
+    num_samples: int
+    level: float
+    """Error level spent on it."""
+    verdict: Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SaturationReport:
     """Certificates of all candidates at one moment of training."""
 
@@ -162,6 +172,8 @@ class SaturationReport:
     """The best candidate, certified again on samples that did not choose it."""
     notes: tuple[str, ...] = ()
     """What to know about the samples before relying on the figures."""
+    looks: tuple[PastLook, ...] = ()
+    """All looks, where there were several."""
 
     def evidence(self, *, max_probe: int | None = None, more_train_available: bool = True) -> Evidence:
         """What the certificates say, for :func:`growth_service.core.advice.advise`.
@@ -207,6 +219,7 @@ class SaturationReport:
             "num_train": self.num_train,
             "confirmed": self.confirmed.to_dict() if self.confirmed else None,
             "notes": list(self.notes),
+            "looks": [asdict(look) for look in self.looks],
             "flops": self.flops,
             "protocol": self.protocol,
             "covariance": {path: asdict(c) for path, c in self.covariance.items()},

@@ -459,20 +459,32 @@ def test_the_largest_eigenvalue_is_on_the_safe_side(drawn):
 
 def test_few_rows_do_not_inflate_the_largest_eigenvalue():
     # C = I/64 of 128 numbers in 32 rows: the sample's own largest is (1 + sqrt(128/32))^2 = 9 times too high, ||C||_F
-    # 11.3 times, tr(C^4)^(1/4) 3.4 times. The latter's estimate has a spread of about its size to the fourth power,
-    # so a quarter of that in the root: 4 standard errors of a median of 100 are 0.15 of it.
+    # 11.3 times. tr C^4 is 128, and two standard errors are 2 * 128^2 * sqrt(8/32^4) = 91: 3.8 times. The walks have a
+    # spread of about their size, so a quarter of that in the root: 4 standard errors of a median of 100 are 0.15 of it.
     rng = np.random.default_rng(3)
     found = [of(rng.standard_normal((32, 128)) / 8).cov_largest * 64 for _ in range(100)]
-    assert np.median(found) == pytest.approx(128**0.25, rel=0.15)
+    assert np.median(found) == pytest.approx((128 + 91) ** 0.25, rel=0.15)
+
+
+def test_no_draw_of_many_alike_directions_takes_the_largest_eigenvalue_for_much_too_large():
+    # 528 directions in 32 rows: where the walks' mean is negative, ||C||_F is 23 times too high. With two standard
+    # errors of 528^2 * sqrt(8/32^4) = 770 in place of the mean it is (2 * 770 + 528 + 2 * 770)^(1/4) = 7.8 at most
+    # in 39 of 40 draws; 11 would be 13 standard errors. And it is never below the truth.
+    rng = np.random.default_rng(9)
+    found = [of(rng.standard_normal((32, 528))).cov_largest for _ in range(200)]
+    assert min(found) > 1.0
+    assert max(found) < 11.0
 
 
 def test_the_closed_walks_estimate_the_fourth_power_but_for_the_centring():
-    # tr C^4 of variances sd^2 without signal. Centring by row means takes (1 - 1/n)^4 of it off, about 4/n, where few
-    # directions rule; 4 standard errors each way. The walks give the least of the three here: 1.9 against 3.9 and 4.7.
+    # tr C^4 of variances sd^2 without signal, and two standard errors on top. Centring by row means takes
+    # (1 - 1/n)^4 of it off, about 4/n, where few directions rule; 4 standard errors of the mean each way. The walks
+    # give the least of the three here: 2.0 against 3.9 and 4.7.
     rng, sd_M, n = np.random.default_rng(4), np.linspace(0.5, 1.0, 60), 60
     walks = [of(sd_M * rng.standard_normal((n, 60))).cov_largest ** 4 for _ in range(400)]
     truth, slack = np.sum(sd_M**8), 4 * np.std(walks) / math.sqrt(400)
-    assert truth * (1 - 4 / n) - slack < np.mean(walks) < truth + slack
+    top = 2 * np.sum(sd_M**4) ** 2 * math.sqrt(8 / (n * (n - 1) * (n - 2) * (n - 3)))
+    assert truth * (1 - 4 / n) - slack < np.mean(walks) - top < truth + slack
 
 
 def test_chunk_means_estimate_what_units_do():

@@ -501,3 +501,58 @@ def test_the_flops_that_a_candidate_promises_to_add_are_what_its_insertion_adds(
         else:
             widen(grown, site=candidate.path, units=block, generator=generator())
         assert flops_per_sample(grown, inputs[:1]).train - before == found.added_flops
+
+
+# --- held-out gain of a jumpboard and of a short trial --------------------------------------------
+
+
+def test_the_held_out_gain_is_that_of_the_network_with_the_step_inserted():
+    net, block, inputs, targets = case("vector")
+    held_out, held_out_targets = case("vector", seed=300)[2:]
+    direction = measured(net, block, inputs, targets).descent_direction.matrix_DK
+    leap = jumpboard(
+        net, site="stem", block=block, direction=direction, batches=[(inputs, targets)], loss=LOSSES["mean"],
+        reduction="mean", held_out=split(held_out, held_out_targets, [7, 17]),
+    )  # fmt: skip
+    grown, inserted = copy.deepcopy(net), copy.deepcopy(block)
+    insert_block(grown, site="stem", block=inserted, generator=generator())
+    set_projection(inserted.project, torch.from_numpy(leap.matrix_DK))
+    with torch.no_grad():
+        before, after = (float(LOSSES["mean"](n(held_out), held_out_targets)) for n in (net, grown))
+    assert leap.held_out_gain == pytest.approx(before - after, rel=1e-9)
+    assert (leap.trial_gain, leap.trial_steps) == (None, 0)
+
+
+def test_a_short_trial_on_the_projection_alone_gains_more_on_its_own_samples_and_changes_nothing_else():
+    net, block, inputs, targets = case("vector", num=120)
+    direction = measured(net, block, inputs, targets).descent_direction.matrix_DK
+    before = {k: v.clone() for k, v in [*net.state_dict().items(), *block.state_dict().items()]}
+    gains = [
+        jumpboard(
+            net, site="stem", block=block, direction=direction, batches=split(inputs, targets, 40),
+            loss=LOSSES["mean"], reduction="mean", held_out=[(inputs, targets)], trial_steps=steps,
+        )
+        for steps in (1, 60)
+    ]  # fmt: skip
+    assert gains[1].held_out_gain < gains[0].trial_gain < gains[1].trial_gain
+    for name, value in [*net.state_dict().items(), *block.state_dict().items()]:
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_trial_without_held_out_samples_is_refused():
+    net, block, inputs, targets = case("vector")
+    direction = measured(net, block, inputs, targets).descent_direction.matrix_DK
+    with pytest.raises(ValueError, match="a trial is judged on samples it was not trained on: pass held_out"):
+        jumpboard(
+            net, site="stem", block=block, direction=direction, batches=[(inputs, targets)], loss=per_sample,
+            reduction="none", trial_steps=3,
+        )  # fmt: skip
+
+
+def test_a_jumpboard_of_a_block_without_a_projection_is_refused():
+    net, _, inputs, targets = case("vector")
+    with pytest.raises(ValueError, match="a jumpboard moves an output projection: Linear has none"):
+        jumpboard(
+            net, site="stem", block=nn.Linear(6, 6), direction=np.zeros((6, 6)), batches=[(inputs, targets)],
+            loss=per_sample, reduction="none",
+        )  # fmt: skip

@@ -23,7 +23,7 @@ from torch_helpers import (
 from growth_service.blocks import MLPBlock, block_from_config
 from growth_service.core.confidence import spend
 from growth_service.errors import SiteError, UserError
-from growth_service.probing import Candidate, probe, probe_until_decided
+from growth_service.probing import Candidate, Looks, probe
 from growth_service.probing.prepare import MAX_CHUNKS, chunk_size, counted
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
@@ -247,13 +247,11 @@ def test_nothing_is_certified_again_where_nothing_is_useful():
 # --- looks ----------------------------------------------------------------------------------------
 
 
-def until(num, *, tolerance, **arguments):
-    block = block_from_config(MLP, generator=generator(9)).to(F64)
-    arguments = {"loss": CROSS_ENTROPY, "reduction": "mean", "first_look": 64} | arguments
-    return probe_until_decided(
-        VectorNet().to(F64), batches=batched(*data(num, seed=5), 48), train_batches=[data(300)], sites=["stem"],
-        blocks={"stem": block}, tolerance=tolerance, **arguments,
-    )  # fmt: skip
+def until(num, *, tolerance, first=64, most=None):
+    """The report and the looks at up to ``num`` samples."""
+    looks = Looks(first=first, most=most)
+    report = run(held_out=batched(*data(num, seed=5), 48), tolerance=tolerance, looks=looks)
+    return report, report.looks
 
 
 def test_looking_stops_as_soon_as_there_is_a_verdict():
@@ -282,13 +280,13 @@ def test_the_last_of_several_looks_is_a_probe_of_all_its_samples():
 
 def test_looks_end_at_the_most_samples_allowed():
     gain = until(2000, tolerance=1e-6)[0].sites[0].predicted_gain
-    _, looks = until(2000, tolerance=0.97 * gain, max_samples=200)
+    _, looks = until(2000, tolerance=0.97 * gain, most=200)
     assert looks[-1].num_samples <= 200
 
 
 def test_a_first_look_too_small_for_a_certificate_is_refused():
-    with pytest.raises(UserError, match="first_look 3 must be at least 4"):
-        until(100, tolerance=0.1, first_look=3)
+    with pytest.raises(UserError, match="first look of 3 samples must have at least 4"):
+        Looks(first=3)
 
 
 # --- number types, tied and frozen weights, dropout ------------------------------------------------
