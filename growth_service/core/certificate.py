@@ -26,6 +26,8 @@ from growth_service.core.score import FloatArray
 ENOUGH_EXCEEDANCES = 20
 """Sign flips as large as the observation after which a p-value is settled."""
 
+_ORDERS = 48
+
 Verdict = Literal["useful", "saturated", "no_transferable_gain", "undetermined"]
 
 
@@ -111,9 +113,9 @@ def u_statistic(gram_NN: FloatArray, *, num_samples: int | None = None, plug_in:
     r"""Estimate S without bias, with its variance, from the Gram matrix of rows.
 
     The largest eigenvalue of C is bounded from above by three estimates, and the least is taken: the
-    sample's own (inflated by tr(C)/N where rows are few), :math:`\|C\|_F`, and the Schatten norm
-    :math:`(\mathrm{tr}\,C^4)^{1/4}` from closed walks over four different rows, with two standard errors
-    on top. (Derived here; the walks are those of Kong and Valiant 2017, arXiv:1602.00061.)
+    sample's own (inflated by tr(C)/N where rows are few), and the Schatten norms
+    :math:`(\mathrm{tr}\,C^p)^{1/p}` for p = 4 and 6 from closed walks over p different rows, with a standard
+    error on top. (Derived here; the walks are those of Kong and Valiant 2017, arXiv:1602.00061.)
 
     Args:
         gram_NN: H_ij, inner products of the rows' whitened cross-gradients. ``[N, N]``, N >= 4.
@@ -150,8 +152,8 @@ def u_statistic(gram_NN: FloatArray, *, num_samples: int | None = None, plug_in:
         cov_trace=float(np.trace(centred_NN)) / (n - 1) * (num_samples or n) / n,
         cov_largest=min(
             max(0.0, float(np.linalg.eigvalsh(centred_NN)[-1])) / (n - 1),
-            math.sqrt(h2),
-            _schatten_four(degenerate_NN, frobenius_sq=h2),
+            _schatten_four(degenerate_NN, frobenius_sq=degenerate_sq),
+            _schatten_six(degenerate_NN, frobenius_sq=degenerate_sq),
         ),
         first_order_variance=max(0.0, float(np.var(h_N, ddof=1)) - degenerate_sq / (n - 1)),
     )
@@ -161,7 +163,7 @@ def _schatten_four(off_NN: FloatArray, *, frobenius_sq: float) -> float:
     """Upper estimate of (tr C^4)^(1/4), from closed walks i-j-k-l-i over different rows.
 
     The mean over walks is unbiased for tr C^4; each of n^4 / 8 different cycles has a product of variance
-    about ||C||_F^8 where many directions are alike, so two standard errors of ||C||_F^4 sqrt(8 / n^4) are added.
+    about ||C||_F^8 where many directions are alike, so a standard error of ||C||_F^4 sqrt(8 / n^4) is added.
     """
     n = off_NN.shape[0]
     squares_NN = np.square(off_NN)
@@ -171,7 +173,29 @@ def _schatten_four(off_NN: FloatArray, *, frobenius_sq: float) -> float:
     walks += float(np.square(squares_NN).sum())  # counted twice above
     distinct = n * (n - 1) * (n - 2) * (n - 3)
     spread = frobenius_sq**2 * math.sqrt(8 / distinct)
-    return float((max(walks / distinct, 0.0) + 2 * spread) ** 0.25)
+    return float((max(walks / distinct, 0.0) + spread) ** 0.25)
+
+
+def _schatten_six(off_NN: FloatArray, *, frobenius_sq: float) -> float:
+    """Upper estimate of (tr C^6)^(1/6), from closed walks over six rows in rising order; inf below six rows.
+
+    Orders are counted once each in 48 fixed permutations of the rows, since all 6! orders of C(n, 6) sixes would be
+    too many. The standard error is that of as many independent products of variance ||C||_F^12.
+    """
+    n = off_NN.shape[0]
+    sixes = math.comb(n, 6)
+    if not sixes:
+        return math.inf
+    rng = np.random.default_rng(0)
+    first_N = np.argsort(np.square(off_NN).sum(axis=1), kind="stable")  # so that the order of rows does not matter
+    order_RN = np.stack([first_N[rng.permutation(n)] for _ in range(_ORDERS)])
+    mixed_RNN = off_NN[order_RN[:, :, None], order_RN[:, None, :]]
+    rising_RNN = np.triu(mixed_RNN, k=1)
+    three_RNN = rising_RNN @ rising_RNN @ rising_RNN
+    five_RNN = three_RNN @ rising_RNN @ rising_RNN
+    walks = float(np.einsum("rij,rji->", five_RNN, mixed_RNN)) / (_ORDERS * sixes)
+    spread = frobenius_sq**3 / math.sqrt(_ORDERS * sixes)
+    return float((max(walks, 0.0) + spread) ** (1 / 6))
 
 
 def order_excess(gram_NN: FloatArray, stat: UStatistic) -> float:
@@ -374,9 +398,10 @@ def certificate_flops(*, num_rows: int, numbers: int, features: int, num_resampl
 
     2 per multiply-accumulate; each of the three factors (second moment and its two halves) with its
     inverse counted as 7/3 K^3, the other half's product with it as 2 K^3; the eigenvalues of the Gram
-    matrix as 4/3 N^3 and its square as 2 N^3 (Golub and Van Loan, "Matrix Computations", sec. 3.1, 8.3).
+    matrix as 4/3 N^3, its square and the walks over six rows as 2 N^3 each (Golub and Van Loan, "Matrix
+    Computations", sec. 3.1, 8.3).
     """
     whitening = 7 * features**3 + 2 * 2 * features**3
-    gram = 2 * num_rows**2 * numbers + 4 * num_rows**3 // 3 + 2 * num_rows**3
+    gram = 2 * num_rows**2 * numbers + 4 * num_rows**3 // 3 + 2 * (1 + 4 * _ORDERS) * num_rows**3
     bootstrap = 2 * num_resamples * num_rows**2
     return whitening + gram + bootstrap

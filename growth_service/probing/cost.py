@@ -18,7 +18,7 @@ from growth_service.probing.candidates import (
     is_projected,
 )
 from growth_service.probing.passes import Pass, Seen
-from growth_service.probing.sketch import MAX_NUMBERS
+from growth_service.probing.sketch import MAX_EXACT, MAX_NUMBERS
 from growth_service.probing.sums import thinning
 
 
@@ -80,7 +80,7 @@ def probe_flops(
         elif features and num_train:
             thin = thinning(num_samples=num_train, num_positions=positions, num_features=features)
             total += 2 * (num_train // thin.every) * (thin.positions or positions) * features**2
-        numbers = min(rows * features, MAX_NUMBERS)
+        numbers = rows * features if rows * features <= MAX_EXACT else MAX_NUMBERS
         total += 2 * num_chunks * features * numbers
         total += certificate_flops(num_rows=num_chunks, numbers=numbers, features=features, num_resamples=flips)
     return total

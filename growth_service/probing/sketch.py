@@ -1,9 +1,9 @@
 """Whitened cross-gradients of chunks, cut down to a fixed number of numbers each.
 
-A row must keep inner products with other rows. A whitened cross-gradient ``[D, R]`` of up to 8 times
-4,096 entries is folded: entries 4,096 apart are added with random signs. Where there are more, whitening
-alone would cost too much, so its rows are multiplied by random signs from the right, a matrix of
-their own for every group of rows, before they are whitened in full.
+A row must keep inner products with other rows. A whitened cross-gradient ``[D, R]`` of up to 32,768 entries
+is kept whole: cutting it down costs power, since the noise of inner products grows with every direction
+that shares a number with another. Where there are more, whitening alone would cost too much, so its rows are
+multiplied by random signs from the right, a matrix of their own for every group of rows, to 16,384 numbers.
 Sources: random projections, Achlioptas 2003 (J. Comput. Syst. Sci. 66); random signs and buckets,
 Charikar et al. 2002.
 
@@ -16,13 +16,12 @@ from torch import Tensor
 
 from growth_service.core.score import FloatArray
 
-MAX_NUMBERS = 4096
-"""Numbers kept of a whitened cross-gradient: inner products are kept in expectation."""
+MAX_EXACT = 32768
+"""Numbers of a whitened cross-gradient that are kept whole."""
+MAX_NUMBERS = 16384
+"""Numbers kept of a larger one: inner products are kept in expectation."""
 _ROW_GROUPS = 16
 _MAX_ROWS = 256
-
-
-_FOLDS = 8
 
 
 class Sketch:
@@ -45,11 +44,8 @@ class Sketch:
         self.numbers = size
         if root is None:
             return
-        if root.ndim == 3 or size <= MAX_NUMBERS * _FOLDS:
+        if root.ndim == 3 or size <= MAX_EXACT:
             self._map = torch.from_numpy(np.ascontiguousarray(root)).to(like)
-            if size > MAX_NUMBERS:
-                self.numbers = -(-size // -(-size // MAX_NUMBERS))
-                self._signs = torch.from_numpy(rng.integers(0, 2, size=size) * 2.0 - 1.0).to(like)
             return
         kept = min(rows, _MAX_ROWS)
         if kept < rows:
@@ -71,16 +67,8 @@ class Sketch:
         if self._groups:
             return self._project(cross_DJ, self._map)
         if self._map.ndim == 3:
-            whitened = torch.einsum("dj,djr->dr", cross_DJ, self._map).flatten()
-        else:
-            whitened = (cross_DJ @ self._map).flatten()
-        if self._signs is None:
-            return whitened
-        whitened = whitened * self._signs
-        short = -len(whitened) % self.numbers
-        if short:
-            whitened = torch.nn.functional.pad(whitened, (0, short))
-        return whitened.reshape(-1, self.numbers).sum(dim=0)
+            return torch.einsum("dj,djr->dr", cross_DJ, self._map).flatten()
+        return (cross_DJ @ self._map).flatten()
 
     def _project(self, cross_DJ: Tensor, map_GJC: Tensor) -> Tensor:
         if self._bucket is not None and self._signs is not None:

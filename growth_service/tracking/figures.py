@@ -53,6 +53,10 @@ class SitePoint(NamedTuple):
     upper: float
     tolerance: float
     network_verdict: str
+    noise: float = math.nan
+    """Gain of a score one noise standard deviation above zero: what chance alone shows."""
+    is_single: bool = False
+    """A probe of its own, not one stage of several."""
 
 
 class FrontierPoint(NamedTuple):
@@ -89,20 +93,22 @@ def site_series(record: TrialRecord) -> list[SitePoint]:
 
 def series_of_report(report: dict[str, Any]) -> list[SitePoint]:
     """The certificates of one probe (``SaturationReport.to_dict()``) as one panel."""
-    return _points(report["sites"], stage=0, tolerance=report["tolerance_nats"], verdict=report["verdict"])
+    points = _points(report["sites"], stage=0, tolerance=report["tolerance_nats"], verdict=report["verdict"])
+    return [p._replace(is_single=True) for p in points]
 
 
 def _points(found: list[dict[str, Any]], *, stage: int, tolerance: float | None, verdict: str) -> list[SitePoint]:
     return [
         SitePoint(
             stage=stage,
-            label=_site_label(str(c.get("site", "?")), str(c.get("kind", "depth"))),
+            label=_site_label(str(c.get("site", "?")), " ".join(filter(None, (c.get("kind", "depth"), c.get("name"))))),
             verdict=str(c.get("verdict", "undetermined")),
             gain=_number(c.get("predicted_gain")),
             lower=_number(c.get("gain_lcl", c.get("predicted_gain"))),
             upper=_number(c.get("predicted_gain_ucl", c.get("predicted_gain"))),
             tolerance=_number(tolerance),
             network_verdict=verdict,
+            noise=_number(c.get("noise_gain")),
         )
         for c in found
     ]
@@ -174,7 +180,8 @@ def draw_sites(series: Sequence[SitePoint], *, title: str = "Predicted gain by s
         lowest.tick_params(labelbottom=True)
         lowest.set_xlabel("predicted gain, nats", fontsize=9)
     figure.suptitle(title, fontsize=12, fontweight="bold", color=INK)
-    figure.legend(handles=_site_legend(series), loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    beside = max(2, int(width / 1.7))
+    figure.legend(handles=_site_legend(series), loc="outside lower center", ncols=beside, frameon=False, fontsize=9)
     return figure
 
 
@@ -233,6 +240,10 @@ def _draw_panel(axes: "Axes", found: list[SitePoint], *, labels: list[str], left
             axes.plot(ends[1:], [y], color=INK, marker="|", markersize=6, linestyle="none", zorder=3)
             if point.lower > left:
                 axes.plot(ends[:1], [y], color=INK, marker="|", markersize=6, linestyle="none", zorder=3)
+        if math.isfinite(point.noise) and point.noise > left:
+            axes.plot(
+                [point.noise] * 2, [y - 0.31, y + 0.31], color=INK, linestyle=(0, (1, 1)), linewidth=1.4, zorder=4
+            )
     tolerance = found[0].tolerance
     if math.isfinite(tolerance):
         axes.axvline(tolerance, color=INK, linestyle=(0, (4, 2)), linewidth=1.1, zorder=4)
@@ -240,7 +251,8 @@ def _draw_panel(axes: "Axes", found: list[SitePoint], *, labels: list[str], left
         axes.axvline(0.0, color=QUIET, linewidth=0.8, zorder=1)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     verdict = found[0].network_verdict.replace("_", " ")
-    axes.set_title(f"stage {found[0].stage}" + (f": {verdict}" if verdict else ""), loc="left", fontsize=9, color=INK)
+    what = "network" if found[0].is_single else f"stage {found[0].stage}"
+    axes.set_title(what + (f": {verdict}" if verdict else ""), loc="left", fontsize=9, color=INK)
     _quiet_axes(axes, grid="x")
 
 
@@ -267,6 +279,8 @@ def _site_legend(series: Sequence[SitePoint]) -> "list[Artist]":
         if verdict in present
     ]
     handles.append(Line2D([], [], color=INK, linewidth=1.1, marker="|", label="confidence limits"))
+    if any(math.isfinite(point.noise) for point in series):
+        handles.append(Line2D([], [], color=INK, linestyle=(0, (1, 1)), linewidth=1.4, label="noise floor"))
     if any(math.isfinite(point.tolerance) for point in series):
         handles.append(Line2D([], [], color=INK, linestyle=(0, (4, 2)), linewidth=1.1, label="tolerance"))
     return handles

@@ -5,7 +5,7 @@ Where the core works from a Gram matrix, a twin works from the psi_i themselves.
 """
 
 import math
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 
 import numpy as np
 import scipy.linalg
@@ -213,28 +213,62 @@ def u_statistic_from_plug_in(plug_in_score: float, psi_NM) -> float:
     return (n**2 * plug_in_score - math.fsum(dot(psi, psi) for psi in psi_NM)) / (n * (n - 1))
 
 
-def closed_walks(psi_NM) -> float:
-    """Mean over distinct i, j, k, l of D_ij D_jk D_kl D_li, D_ij = H_ij - h_i - h_j + T: about tr C^4."""
+def degenerate(psi_NM):
+    """D_ij = H_ij - h_i - h_j + T off the diagonal: what noise alone gives a pair of rows."""
     n = len(psi_NM)
     h_N = [math.fsum(dot(psi_NM[i], psi_NM[j]) for j in range(n) if j != i) / (n - 1) for i in range(n)]
     mean = math.fsum(h_N) / n
-    d = [[dot(psi_NM[i], psi_NM[j]) - h_N[i] - h_N[j] + mean for j in range(n)] for i in range(n)]
-    walks = [d[i][j] * d[j][k] * d[k][m] * d[m][i] for i, j, k, m in permutations(range(n), 4)]
+    return [[0.0 if i == j else dot(psi_NM[i], psi_NM[j]) - h_N[i] - h_N[j] + mean for j in range(n)] for i in range(n)]
+
+
+def degenerate_square(psi_NM) -> float:
+    """Mean square of D over pairs: ||C||_F^2 without the signal."""
+    n, d = len(psi_NM), degenerate(psi_NM)
+    return math.fsum(d[i][j] ** 2 for i in range(n) for j in range(n)) / (n * (n - 1))
+
+
+def closed_walks(psi_NM) -> float:
+    """Mean over distinct i, j, k, l of D_ij D_jk D_kl D_li: about tr C^4."""
+    d = degenerate(psi_NM)
+    walks = [d[i][j] * d[j][k] * d[k][m] * d[m][i] for i, j, k, m in permutations(range(len(psi_NM)), 4)]
     return math.fsum(walks) / len(walks)
 
 
 def schatten_four(psi_NM) -> float:
-    """(tr C^4)^(1/4) from closed walks, not below zero, plus two standard errors of what noise alone gives their mean.
+    """(tr C^4)^(1/4) from closed walks, not below zero, plus a standard error of what noise alone gives their mean.
 
-    Of the 3 (n choose 4) different cycles each has a product of mean square H2^4 where all directions are alike.
+    Of the 3 (n choose 4) different cycles each has a product of mean square ||C||_F^8 where all directions are alike.
     """
-    spread = h2(psi_NM) ** 2 / math.sqrt(3 * math.comb(len(psi_NM), 4))
-    return (max(closed_walks(psi_NM), 0.0) + 2 * spread) ** 0.25
+    spread = degenerate_square(psi_NM) ** 2 / math.sqrt(3 * math.comb(len(psi_NM), 4))
+    return (max(closed_walks(psi_NM), 0.0) + spread) ** 0.25
+
+
+def schatten_six(psi_NM) -> float:
+    """(tr C^6)^(1/6) from closed walks over six rows in rising order, in 48 fixed orders of the rows."""
+    n = len(psi_NM)
+    if n < 6:
+        return math.inf
+    d = np.array(degenerate(psi_NM))
+    sixes = np.array(list(combinations(range(n), 6)))
+    by_size = sorted(range(n), key=lambda i: math.fsum(x**2 for x in d[i]))
+    rng = np.random.default_rng(0)
+    sums = []
+    for _ in range(48):
+        walk = np.array(by_size)[rng.permutation(n)][sixes]
+        steps = [d[walk[:, i], walk[:, (i + 1) % 6]] for i in range(6)]
+        sums.append(float(np.prod(steps, axis=0).sum()))
+    spread = degenerate_square(psi_NM) ** 3 / math.sqrt(48 * len(sixes))
+    return (max(math.fsum(sums) / (48 * len(sixes)), 0.0) + spread) ** (1 / 6)
+
+
+def upper_estimates(psi_NM) -> list[float]:
+    """Of the largest eigenvalue: the sample's own, and the Schatten norms of order 4 and 6."""
+    return [float(np.linalg.eigvalsh(covariance(psi_NM))[-1]), schatten_four(psi_NM), schatten_six(psi_NM)]
 
 
 def largest_eigenvalue(psi_NM) -> float:
-    """The least of the sample's own, ||C||_F and the Schatten norm (tr C^4)^(1/4)."""
-    return min(float(np.linalg.eigvalsh(covariance(psi_NM))[-1]), math.sqrt(h2(psi_NM)), schatten_four(psi_NM))
+    """The least of the three."""
+    return min(upper_estimates(psi_NM))
 
 
 def effective_rank(psi_NM) -> float:

@@ -204,22 +204,18 @@ def test_the_trace_is_that_of_the_covariance_matrix(psi_NM):
 
 @given(units())
 def test_the_largest_eigenvalue_is_the_least_of_three_upper_estimates(psi_NM):
-    # Fourth powers: a sum over walks is exact to rounding, its fourth root near zero is not.
+    # Sixth powers: a sum over walks is exact to rounding, its sixth root near zero is not.
     found, wanted = u_statistic(psi_NM @ psi_NM.T).cov_largest, naive.largest_eigenvalue(psi_NM)
-    scale = np.square(psi_NM).sum() ** 4
-    assert found**4 == pytest.approx(wanted**4, rel=1e-9, abs=1e-11 * scale)
+    scale = np.square(psi_NM).sum() ** 6
+    assert found**6 == pytest.approx(wanted**6, rel=1e-9, abs=1e-12 * scale)
 
 
 def test_each_of_the_three_estimates_is_the_least_somewhere():
     least = set()
-    for seed in range(60):
+    for seed in (*range(60), 233):
         rng = np.random.default_rng(seed)
-        psi_NM = rng.standard_normal((int(rng.integers(4, 13)), int(rng.integers(1, 9)))) + (seed % 3)
-        three = (
-            float(np.linalg.eigvalsh(naive.covariance(psi_NM))[-1]),
-            math.sqrt(naive.h2(psi_NM)),
-            naive.schatten_four(psi_NM),
-        )
+        psi_NM = rng.standard_normal((int(rng.integers(4, 15)), int(rng.integers(1, 5)))) + (seed % 3)
+        three = naive.upper_estimates(psi_NM)
         least.add(three.index(min(three)))
         assert u_statistic(psi_NM @ psi_NM.T).cov_largest == pytest.approx(min(three), rel=1e-9)
     assert least == {0, 1, 2}  # else the twin above would not see a change of one of them

@@ -17,6 +17,7 @@ from growth_service.tracking.figures import (
     draw_frontier,
     draw_sites,
     frontier_points,
+    series_of_report,
     site_series,
 )
 from growth_service.tracking.placing import Box, Name, place_names
@@ -249,3 +250,23 @@ def test_figures_leave_the_global_state_of_matplotlib_alone() -> None:
     rendered(draw_frontier(frontier_points([trial_record()])))
 
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+def test_the_picture_of_a_probe_shows_the_noise_floor_of_every_candidate_and_tells_several_apart():
+    site = {
+        "site": "layer1.0", "kind": "depth", "verdict": "useful", "predicted_gain": 0.5, "gain_lcl": 0.3,
+        "predicted_gain_ucl": 0.7, "noise_gain": 0.1,
+    }  # fmt: skip
+    report = {
+        "sites": [site | {"name": "copy"}, site | {"name": "random", "noise_gain": 0.2}], "tolerance_nats": 0.05,
+        "verdict": "useful",
+    }  # fmt: skip
+    points = series_of_report(report)
+    assert [p.label for p in points] == ["layer1.0 (depth copy)", "layer1.0 (depth random)"]
+    figure = draw_sites(points)
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "network: useful"
+    upright = [line for line in axes.lines if len(set(line.get_xdata())) == 1 and line.get_linestyle() == "--"]
+    floors = [line.get_xdata()[0] for line in upright]
+    assert floors == [0.1, 0.2, 0.05]  # and the tolerance
+    assert "noise floor" in [text.get_text() for text in figure.legends[0].get_texts()]
