@@ -103,6 +103,7 @@ def block_from_config(config: dict[str, Any], *, generator: torch.Generator) -> 
 def copy_of(block: Block, *, generator: torch.Generator) -> Block:
     """A block of the same shape with the same inner weights and buffers, and a zero projection."""
     twin = block_from_config(block.config(), generator=generator)
+    twin.to(next(block.parameters()).dtype)
     own = twin.state_dict()
     inner = {k: v for k, v in block.state_dict().items() if k in own and not k.startswith("project.")}
     twin.load_state_dict(own | inner)

@@ -114,14 +114,16 @@ def probe(
     until_decided: Annotated[
         bool, typer.Option("--until-decided", help="Look at 256, 512, ... samples until there is a verdict.")
     ] = False,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples a batch.")] = 64,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples a batch, of files.")] = 64,
     device: Annotated[str, typer.Option("--device", help="cpu, or cuda.")] = "cpu",
     storage: Storage = DEFAULT_STORAGE,
     tracking_uri: TrackingUri = None,
     tolerance: Annotated[
         str | None, typer.Option("--tolerance", help="Smallest gain that counts, for example '0.05 nats'.")
     ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=16, help="Most probe samples.")] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", min=32, help="Most probe samples, of runs and files.")
+    ] = None,
     level: Annotated[
         float, typer.Option("--level", min=1e-6, max=0.49, help="Error level over all candidates.")
     ] = 0.05,

@@ -1,7 +1,8 @@
 """``growth probe``: certificates of a trained network - a study's, or anybody's."""
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ def probe_command(
     """Find the network, probe it, print certificates and what to do next."""
     if plot is not None and plot.suffix.lower() not in PICTURES:
         raise UserError(f"--plot {plot}: a picture's name must end in one of {', '.join(PICTURES)}")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise UserError(f"--plot {plot}: there is no folder {plot.parent}: make it, or name another file")
     nats = None if tolerance is None else parse_quantity(tolerance, dimension="nats")
     if model.startswith(SCHEMES):
         report = _probe_any(
@@ -57,10 +60,17 @@ def probe_command(
             seed=seed,
         )
     else:
-        if data is not None or checkpoint is not None or weights is not None:
+        foreign = {
+            "--data": data,
+            "--checkpoint": checkpoint,
+            "--weights": weights,
+            "--site": sites or None,
+            "--until-decided": until_decided or None,
+        }
+        given = [name for name, value in foreign.items() if value is not None]
+        if given:
             raise UserError(
-                f"--data, --checkpoint and --weights go with {', '.join(SCHEMES)} models: {model!r} is a run of a "
-                "study, which has its own"
+                f"{given[0]} goes with {', '.join(SCHEMES)} models: {model!r} is a run of a study, which has its own"
             )
         folder = _checkpoint_folder(model, uri=uri, storage=storage)
         from growth_service.training.probe_checkpoint import probe_checkpoint
@@ -108,10 +118,13 @@ def _probe_any(
 
     if device == "cpu":
         torch.set_num_threads(1)  # two threads on a busy machine are 10-30 times slower
-    elif not torch.cuda.is_available():
+    elif not device.startswith("cuda") or not torch.cuda.is_available():
         raise UserError(f"--device {device}: torch sees no such device here; use cpu")
-    network = load_model(name, checkpoint=checkpoint, weights=weights).to(device)
-    found = load_data(data, network, samples=samples, batch_size=batch_size, seed=seed)
+    if weights is not None and not name.startswith("torchvision:"):
+        raise UserError(f"--weights goes with torchvision: models, not with {name}: use --checkpoint")
+    with redirect_stdout(sys.stderr):  # what somebody's code prints must not get into the document
+        network = load_model(name, checkpoint=checkpoint, weights=weights).to(device)
+        found = load_data(data, network, samples=samples, batch_size=batch_size, seed=seed)
     arguments: dict[str, Any] = {
         "batches": _on(device, found.batches),
         "train_batches": _on(device, found.train_batches),
@@ -124,7 +137,7 @@ def _probe_any(
         "seed": seed,
         "looks": Looks() if until_decided else None,
     }
-    with _bar() as progress:
+    with _bar() as progress, redirect_stdout(sys.stderr):
         return probe(network, progress=progress, **arguments).to_dict()
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from growth_service.errors import DataNotFoundError, UserError
+from growth_service.errors import DataNotFoundError, GrowthError, UserError
 from growth_service.probing.candidates import Batch, Loss, Reduction
 
 SCHEMES = ("python:", "torchvision:", "hf:")
@@ -97,7 +98,7 @@ def load_data(name: str, model: nn.Module, *, samples: int | None, batch_size: i
         return _image_folder(path, samples=samples, batch_size=batch_size, seed=seed)
     match path.suffix:
         case ".npz":
-            return _arrays(path, samples=samples, batch_size=batch_size, seed=seed)
+            return _arrays(path, model, samples=samples, batch_size=batch_size, seed=seed)
         case ".txt":
             return _text(path, model, samples=samples, batch_size=batch_size, seed=seed)
         case suffix:
@@ -130,8 +131,12 @@ def _call(path: str, *, what: str) -> Any:
         sys.path.pop(0)
     try:
         return factory()
-    except TypeError as error:
-        raise UserError(f"{what} python:{path}: calling it without arguments failed: {error}") from error
+    except GrowthError:
+        raise
+    except Exception as error:  # somebody else's code: whatever is wrong with it, say so
+        raise UserError(
+            f"{what} python:{path}: calling it without arguments failed with {type(error).__name__}: {error}"
+        ) from error
 
 
 def _torchvision(name: str, weights: str | None) -> nn.Module:
@@ -177,9 +182,15 @@ def _load(model: nn.Module, checkpoint: Path) -> None:
         raise UserError(f"--checkpoint {checkpoint} does not fit {type(model).__name__}: {error}") from error
 
 
-def _arrays(path: Path, *, samples: int | None, batch_size: int, seed: int) -> ProbeData:
-    with np.load(path, allow_pickle=False) as file:
-        arrays = {name: torch.from_numpy(file[name]) for name in file.files}
+def _arrays(path: Path, model: nn.Module, *, samples: int | None, batch_size: int, seed: int) -> ProbeData:
+    """Arrays of numbers; those with a fraction in the number type of the network."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: torch.from_numpy(file[name]) for name in file.files}
+    except (ValueError, TypeError, OSError, BadZipFile) as error:
+        raise UserError(f"--data {path} is no archive of arrays of numbers: {error}") from error
+    own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    arrays = {k: v.to(own) if v.is_floating_point() else v for k, v in arrays.items()}
     if missing := [n for n in ("inputs", "targets") if n not in arrays]:
         raise UserError(f"--data {path} has no array {missing[0]!r}: it has {', '.join(arrays) or 'none'}")
     rng = np.random.default_rng(seed)

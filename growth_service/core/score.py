@@ -147,7 +147,12 @@ def partial_out(sigma_JJ: FloatArray, *, num_new: int, ridge: float) -> tuple[Fl
     onto_KO = old.back(old.whiten(sigma_JJ[:num_new, num_new:]))
     keep_JK = np.concatenate([np.eye(num_new), -onto_KO.T])
     rest_KK = keep_JK.T @ sigma_JJ @ keep_JK
-    return keep_JK, (rest_KK + rest_KK.T) / 2
+    eigen_K, basis_KK = np.linalg.eigh((rest_KK + rest_KK.T) / 2)
+    real_KR = basis_KK[:, eigen_K > _RCOND * float(np.trace(sigma_JJ[:num_new, :num_new]))]  # the others are rounding
+    if real_KR.shape[1] == num_new:
+        return keep_JK, (rest_KK + rest_KK.T) / 2
+    onto_KK = real_KR @ real_KR.T
+    return keep_JK @ onto_KK, onto_KK @ rest_KK @ onto_KK
 
 
 def saturation_score(cross_DK: FloatArray, whitening: Whitener) -> float:

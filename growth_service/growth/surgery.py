@@ -123,7 +123,7 @@ def new_units(host: Block, *, units: int, generator: torch.Generator) -> Block:
             "stream through one norm; insert a block instead"
         )
     config = host.config() | {"hidden": units, "bias": False}
-    branch = block_from_config(config, generator=generator)
+    branch = block_from_config(config, generator=generator).to(next(host.parameters()).dtype)
     norm, host_norm = branch.get_submodule("norm"), host.get_submodule("norm")
     norm.load_state_dict(host_norm.state_dict())
     return branch

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from growth_service.blocks import Block
 from growth_service.blocks.projections import Projection, projection_shape, shares_features
-from growth_service.errors import SiteError, UserError
+from growth_service.errors import GrowthError, SiteError, UserError
 from growth_service.models.sites import resolve, stream_of, with_stream
 
 Loss = Callable[[Any, Any], Tensor]
@@ -28,9 +28,9 @@ class Candidate:
     """A :class:`Block`; or any module that adds nothing yet, scored through Jacobian products."""
     kind: Literal["depth", "width"] = "depth"
     """A new block reads the output of the module, new units read its input; both add to the output."""
-    beside: str | None = None
-    """Path of an existing linear map or convolution that writes at the same place: what its inputs express
-    already is taken off the score (formula "grow against train on"). None: nothing is."""
+    beside: tuple[str, ...] = ()
+    """Paths of existing linear maps or convolutions that write at the same place: what their inputs express
+    already is taken off the score (formula "grow against train on")."""
     shared: str | None = None
     """Path of an existing block with the same inner weights that reads the same stream: its features are those
     of the candidate, so they are taken from the network's own forward pass. None: they are computed."""
@@ -134,7 +134,7 @@ class Taps:
             stream = stream_of(output, path=path)
             if self._with_gradient:
                 stream = stream if stream.requires_grad else stream.detach().requires_grad_()
-                output = with_stream(output, stream.clone())  # what changes it in place later changes the copy
+            output = with_stream(output, stream.clone())  # what changes it in place later changes the copy
             self.read[path] = args[0].detach() if args and isinstance(args[0], Tensor) else stream.detach()
             self.stream[path] = stream
             return output
@@ -150,32 +150,56 @@ class Taps:
 
 def is_projected(block: nn.Module) -> bool:
     """Whether a block is a zero projection of features, so that its score has a closed form."""
-    return isinstance(block, Block) and isinstance(block.project, Projection)
+    return isinstance(block, Block) and is_plain(block.project)
 
 
-def beside_of(model: nn.Module, candidate: Candidate) -> nn.Linear | nn.Conv2d | None:
-    """The existing projection whose features are taken off a candidate's score.
+def is_plain(project: nn.Module) -> bool:
+    """Whether a projection's matrix multiplies unfolded features: no groups, no stride, zeros as padding."""
+    if isinstance(project, nn.Conv2d):
+        plain = project.groups == 1 and project.padding_mode == "zeros" and not isinstance(project.padding, str)
+        return plain and set(project.stride) == {1}
+    return isinstance(project, Projection)
+
+
+def beside_of(model: nn.Module, candidate: Candidate) -> list[nn.Linear | nn.Conv2d]:
+    """The existing projections whose features are taken off a candidate's score.
 
     Raises:
         SiteError: If it is no linear map or convolution onto the candidate's rows.
     """
-    if candidate.beside is None:
-        return None
-    module = resolve(model, candidate.beside)
-    if not isinstance(module, nn.Linear | nn.Conv2d) or not shares_features(candidate.block.project):
-        raise SiteError(
-            f"{candidate.beside!r} is a {type(module).__name__} beside a {type(candidate.block.project).__name__}: "
-            "only features of linear maps and convolutions can be taken off a block with a full projection"
-        )
-    rows, own = projection_shape(module)[0], projection_shape(candidate.block.project)[0]
-    if rows != own:
-        raise SiteError(f"{candidate.beside!r} writes {rows} channels, the block at {candidate.path!r} writes {own}")
-    return module
+    found = []
+    for path in candidate.beside:
+        module = resolve(model, path)
+        project = getattr(candidate.block, "project", None)
+        if not is_plain(module) or not is_projected(candidate.block) or not shares_features(project):  # type: ignore[arg-type]
+            raise SiteError(
+                f"{path!r} is a {type(module).__name__} beside a {type(project).__name__}: only features of linear "
+                "maps and plain convolutions can be taken off a block with a full projection"
+            )
+        rows, own = projection_shape(module)[0], projection_shape(project)[0]  # type: ignore[arg-type]
+        if rows != own:
+            raise SiteError(f"{path!r} writes {rows} channels, the block at {candidate.path!r} writes {own}")
+        found.append(module)
+    return found  # type: ignore[return-value]
 
 
 def run_model(model: nn.Module, inputs: Any) -> Any:
-    """Outputs for inputs that are a tensor, or a mapping of keyword arguments."""
-    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    """Outputs for inputs that are a tensor, or a mapping of keyword arguments.
+
+    Raises:
+        UserError: If the network cannot take them.
+    """
+    try:
+        return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    except GrowthError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError, AssertionError) as error:
+        seen = {k: _described(v) for k, v in inputs.items()} if isinstance(inputs, Mapping) else _described(inputs)
+        raise UserError(f"{type(model).__name__} cannot take inputs {seen}: {error}") from error
+
+
+def _described(value: Any) -> str:
+    return f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def first_samples(inputs: Any, num: int) -> Any:

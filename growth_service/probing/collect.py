@@ -7,6 +7,7 @@ Shape legend: D = rows of a projection, J = features.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from growth_service.probing.sketch import Sketch
 from growth_service.probing.sums import Frame, Rows, SiteRows, SiteSums, Sums, Thinning, thinning
 
 COVARIANCE_SAMPLES = 512
+MAX_STREAMS = 2048
+"""Samples whose streams are kept for a block that has no second moment of its own."""
 ROWS_AT_ONCE = 512
 """Rows of features that wait to be multiplied together."""
 PRECISE_SAMPLES = 4096
@@ -59,6 +62,8 @@ class SiteTotal:
         self._thin = (
             Thinning() if exact else thinning(num_samples=num_samples, num_positions=seen.num_positions, num_features=j)
         )
+        if seen.tangent is not None and num_samples // self._thin.every > MAX_STREAMS:
+            self._thin = replace(self._thin, every=-(-num_samples // MAX_STREAMS))
         shape = (0, 0) if seen.tangent else (j, j) if seen.shares_features else (d, j, j)
         like = seen.source
         scale = seen.num_positions / (self._thin.positions or seen.num_positions)
@@ -86,7 +91,7 @@ class SiteTotal:
                 project, phi = seen.parts[0]
                 self._halves[parity].working(len(index)).add_(second_moment(project, phi[kept]))
         if -first % every < num:
-            self._stream_sq += square_sum(seen.z[-first % every :: every])
+            self._stream_sq += square_sum(seen.source[-first % every :: every])
         if seen.g is not None:
             seen.add_cross(0, num, to=self._cross.working(num))
 

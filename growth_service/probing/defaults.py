@@ -55,19 +55,20 @@ def default_candidates(
             made += _given(path, list(given) if isinstance(given, Sequence) else [given])
             continue
         work = torch.float32 if z.dtype in (torch.float16, torch.bfloat16) else z.dtype
-        copies_seen: set[bool] = set()
-        for kind in kinds:
-            generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", path))
+        sources: list[str | None] = []
+        for number, kind in enumerate(kinds):
+            generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", path, number))
             site = site_of(z, path=path)
             block, source = default_block(model, site, generator=generator, copy=kind == "copy")
-            if (source is None) in copies_seen:  # nothing to copy here: one random block is enough
-                continue
-            copies_seen.add(source is None)
+            if kind == "copy" and (source is None or source in sources) and len(kinds) > 1:
+                continue  # nothing (else) to copy here
+            sources.append(source)
             block.to(dtype=work, device=z.device)
             if source is None and isinstance(block, Calibrated):
                 block.calibrate(z.to(work))
             shared = source if source is not None and source == reader(model, site) else None
-            name = ("random" if source is None else "copy") if len(kinds) > 1 else ""
+            name = f"{kind} {number}" if kinds.count(kind) > 1 else kind
+            name = name if len(kinds) > 1 else ""
             made.append(Candidate(path=path, block=block, shared=shared, name=name))
     return made
 

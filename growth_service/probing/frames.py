@@ -101,11 +101,11 @@ def geometry(
     sigma, halves, cross = pooled.sigma, (pooled.half_a, pooled.half_b), train_cross_DJ
     halves = (halves[0] / max(pooled.kept_a, 1), halves[1] / max(pooled.kept_b, 1))
     keep_JK = None
-    if candidate.beside is not None:
+    inflation = pool_inflation(*halves, ridge=ridge) if pooled.kept_b else 1.0  # of the joint features, all estimated
+    if candidate.beside:
         num_new = projection_shape(candidate.block.project)[1]
         keep_JK, sigma = partial_out(sigma, num_new=num_new, ridge=ridge)
         cross = cross @ keep_JK
-        halves = (keep_JK.T @ halves[0] @ keep_JK, keep_JK.T @ halves[1] @ keep_JK)
     whitening = whitener(sigma, ridge=ridge)
     num_features = sigma.shape[-1]
     direction = descent_direction(cross, whitening)
@@ -114,7 +114,7 @@ def geometry(
         root, along = keep_JK @ root, along @ keep_JK.T
     return Geometry(
         frame=Frame(root=root, along_DJ=along),
-        inflation=pool_inflation(*halves, ridge=ridge) if pooled.kept_b else 1.0,
+        inflation=inflation,
         train_cross_DK=cross,
         direction_DK=direction,
         s_train=saturation_score(cross, whitening),
@@ -131,7 +131,6 @@ def _general(
     candidate: Candidate, pooled: SiteSums, cross_DJ: FloatArray, *, ridge: float, seed: int, stream_norm: float
 ) -> Geometry:
     tangent = ParameterTangent(candidate.block)
-    tangent.check_zero(pooled.streams[0])
     kept = pooled.kept_a + pooled.kept_b
     solver = NormalSolver(tangent, list(pooled.streams), num_samples=kept, ridge=ridge, seed=seed)
     along = solver.solve(cross_DJ)

@@ -26,6 +26,27 @@ RELATIVE_RESIDUAL = 1e-12
 _TRACE_PROBES = 32
 
 
+def check_residual(block: nn.Module, z: Tensor) -> None:
+    """A block keeps the shape of the stream, and adds nothing yet.
+
+    Raises:
+        UserError: If it does not, so that inserting it would change the outputs.
+    """
+    with torch.no_grad():
+        change = block(z)
+    if not isinstance(change, Tensor) or change.shape != z.shape:
+        found = tuple(change.shape) if isinstance(change, Tensor) else type(change).__name__
+        raise UserError(
+            f"the block {type(block).__name__} maps a stream {tuple(z.shape)} to {found}: a residual branch keeps "
+            "the shape"
+        )
+    if bool(change.any()):
+        raise UserError(
+            f"the block {type(block).__name__} already adds up to {float(change.abs().max()):.3g} to the stream: "
+            "its last layer (or gate) must be zero"
+        )
+
+
 class ParameterTangent:
     """The map from a block's parameters to what it adds, to first order, at its present (zero) point."""
 
@@ -41,25 +62,6 @@ class ParameterTangent:
     def size(self) -> int:
         """Q."""
         return sum(p.numel() for p in self._parameters.values())
-
-    def check_zero(self, z: Tensor) -> None:
-        """The block adds nothing yet.
-
-        Raises:
-            UserError: If it does, so that inserting it would change the outputs.
-        """
-        with torch.no_grad():
-            change = self._block(z)
-        if change.shape != z.shape:
-            raise UserError(
-                f"the block {type(self._block).__name__} maps a stream {tuple(z.shape)} to {tuple(change.shape)}: "
-                "a residual branch keeps the shape"
-            )
-        if bool(change.any()):
-            raise UserError(
-                f"the block {type(self._block).__name__} already adds up to {float(change.abs().max()):.3g} to the "
-                "stream: its last layer (or gate) must be zero"
-            )
 
     def pull_back(self, z: Tensor, g: Tensor) -> Tensor:
         """J^T g, summed over samples and positions. ``[Q]``."""
@@ -112,6 +114,8 @@ class NormalSolver:
         signs = torch.from_numpy(rng.integers(0, 2, size=(_TRACE_PROBES, tangent.size)) * 2.0 - 1.0).to(streams[0])
         trace = float((signs * self._moment(signs)).sum()) / _TRACE_PROBES
         self.ridge_lambda = ridge * trace / tangent.size
+        self.residual = 0.0
+        """Largest relative residual of the solutions so far: a score may be off by as much."""
 
     def _moment(self, weights_NQ: Tensor) -> Tensor:
         total = torch.zeros_like(weights_NQ)
@@ -123,6 +127,8 @@ class NormalSolver:
         """Solutions of (Sigma + lambda) u = v for each row v. ``[N, Q]``."""
         v = torch.from_numpy(np.ascontiguousarray(right_NQ)).to(self._streams[0])
         found = conjugate_gradients(lambda w: self._moment(w) + self.ridge_lambda * w, v)
+        rest = self._moment(found) + self.ridge_lambda * found - v
+        self.residual = max(self.residual, float(rest.norm() / v.norm().clamp(min=torch.finfo(v.dtype).tiny)))
         array: FloatArray = found.double().cpu().numpy()
         return array
 

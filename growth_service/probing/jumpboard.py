@@ -38,7 +38,8 @@ from growth_service.probing.candidates import (
 from growth_service.probing.collect import SiteTotal
 from growth_service.probing.cost import cost_of
 from growth_service.probing.passes import Pass, square_sum, to_array
-from growth_service.probing.prepare import Mapper, counted
+from growth_service.probing.prepare import Mapper
+from growth_service.probing.samples import counted
 from growth_service.probing.sums import SiteSums
 
 RELATIVE_STEPS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
@@ -84,7 +85,7 @@ def clipped_direction(
     Returns:
         The direction ``[D, K]`` and the FLOPs it took.
     """
-    samples = counted(batches, what="batches", need="pass training samples")
+    samples = counted(batches, what="batches", need="pass training samples", labelled=True)
 
     def plain(item: tuple[int, Batch]) -> tuple[SiteSums, list[float]]:
         passing = Pass(model, [candidate], loss=loss, reduction=reduction)
@@ -99,7 +100,8 @@ def clipped_direction(
         passing = Pass(model, [candidate], loss=loss, reduction=reduction)
         for _, num, (seen,) in passing.batches([item]):
             assert seen.g is not None
-            shrink = (limit / seen.g.flatten(1).norm(dim=1).clamp(min=1e-300)).clamp(max=1.0)
+            norms = seen.g.flatten(1).norm(dim=1)
+            shrink = torch.where(norms > limit, limit / torch.where(norms > 0, norms, 1.0), 1.0)
             seen.g.mul_(shrink.reshape(-1, *[1] * (seen.g.ndim - 1)))
             cross = torch.zeros(seen.shape, dtype=seen.g.dtype, device=seen.g.device)
             seen.add_cross(0, num, to=cross)
@@ -182,7 +184,7 @@ def jumpboard(
     best = min(tried, key=lambda t: t[1], default=(0.0, loss_before))
     if not best[1] < loss_before:
         best = (0.0, loss_before)
-    matrix_DK = (best[0] / unit if unit > 0 else 0.0) * direction
+    matrix_DK = best[0] / unit * direction if best[0] > 0 else np.zeros_like(direction)
     gain = trial = None
     passes = 2 + len(steps)
     if held_out is not None:

@@ -32,7 +32,7 @@ from growth_service.probing.candidates import (
     sum_loss,
     untouched,
 )
-from growth_service.probing.jacobian import ParameterTangent
+from growth_service.probing.jacobian import ParameterTangent, check_residual
 
 Numbered = Iterable[tuple[int, Any]]
 """Batches with the index of their first sample."""
@@ -64,10 +64,10 @@ class Pass:
     ) -> None:
         self.model, self.candidates, self._loss, self._reduction = model, candidates, loss, reduction
         self._paths = list(dict.fromkeys(c.path for c in candidates))
-        self._beside = {c.beside: beside_of(model, c) for c in candidates if c.beside is not None}
-        self._listened = tuple(
-            dict.fromkeys([*self._beside, *(f"{c.shared}.{c.block.tap}" for c in candidates if c.shared is not None)])
-        )
+        self._beside = [list(zip(c.beside, beside_of(model, c), strict=True)) for c in candidates]
+        besides = [path for c in candidates for path in c.beside]
+        shared = [f"{c.shared}.{c.block.tap}" for c in candidates if c.shared is not None]
+        self._listened = tuple(dict.fromkeys([*besides, *shared]))
         self._progress, self._sizes_every, self._first = progress, sizes_every, 0
         self.ratios: dict[str, tuple[float, float]] = {}
         self.loss_sum = 0.0
@@ -88,7 +88,7 @@ class Pass:
                 num, gradients = self._forward_backward(batch, taps)
                 with torch.no_grad():
                     self._note_steps(taps)
-                    yield first, num, (self._see(c, taps, gradients) for c in self.candidates)
+                    yield first, num, (self._see(i, taps, gradients) for i in range(len(self.candidates)))
                 gradients.clear()
                 self.num_samples += num
                 if self._progress is not None:
@@ -111,20 +111,21 @@ class Pass:
         self.loss_sum += value
         return len(targets), stream_gradients(total, taps, self._paths)
 
-    def _see(self, candidate: Candidate, taps: Taps, gradients: dict[str, Tensor]) -> "Seen":
+    def _see(self, index: int, taps: Taps, gradients: dict[str, Tensor]) -> "Seen":
+        candidate = self.candidates[index]
         block, z = candidate.block, taps.stream[candidate.path].detach()
         work = next(block.parameters()).dtype
         source = (z if candidate.kind == "depth" else taps.read[candidate.path]).to(work)
         g = gradients.get(candidate.path)
         g = None if g is None else g.to(work)
         if not is_projected(block):
+            check_residual(block, source)
             return Seen(parts=[], g=g, z=z, source=source, tangent=ParameterTangent(block))
         own = (
             block.features(source) if not candidate.shared else block.features_given(source, self._own(candidate, taps))
         )
         parts: list[tuple[Any, Tensor]] = [(block.project, own.to(work))]
-        if candidate.beside is not None:
-            parts.append((self._beside[candidate.beside], taps.read[candidate.beside].to(work)))
+        parts += [(project, taps.read[path].to(work)) for path, project in self._beside[index]]
         return Seen(parts=parts, g=g, z=z, source=source)
 
     def _own(self, candidate: Candidate, taps: Taps) -> Tensor:
@@ -150,13 +151,13 @@ class Pass:
         return hook
 
     def _note_steps(self, taps: Taps) -> None:
-        """Without blocks of our own: what lies between neighbouring sites of equal shape moved the stream."""
+        """Without blocks of our own: what each tapped module adds to what it reads, where shapes agree."""
         if not self._between_sites:
             return
-        for before, after in zip(self._paths, self._paths[1:], strict=False):
-            z, moved = taps.stream[before].detach(), taps.stream[after].detach()
-            if z.shape == moved.shape:
-                self._add_ratio(after, moved - z, z)
+        for path in self._paths:
+            z, moved = taps.read[path], taps.stream[path].detach()
+            if z.shape == moved.shape and z.is_floating_point():
+                self._add_ratio(path, moved - z, z)
 
     def _add_ratio(self, path: str, moved: Tensor, z: Tensor) -> None:
         assert self._sizes_every is not None

@@ -1,12 +1,11 @@
 """All that a look at held-out samples needs, fixed before the first of them is seen; and the look itself."""
 
 import hashlib
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from growth_service.core import certificate as cert
 from growth_service.core.decisions import tolerance_nats
 from growth_service.core.score import covariance_diagnostic
 from growth_service.errors import UserError
-from growth_service.probing.candidates import Batch, Candidate, Loss, Reduction, is_projected, num_inputs
+from growth_service.probing.candidates import Batch, Candidate, Loss, Reduction, evaluating, is_projected
 from growth_service.probing.certify import Look, certify
 from growth_service.probing.collect import rows_over, sum_over
 from growth_service.probing.cost import Cost, cost_of, probe_flops
@@ -24,12 +23,12 @@ from growth_service.probing.defaults import Inner, default_candidates
 from growth_service.probing.frames import Geometry, geometry
 from growth_service.probing.overlap import shared_samples
 from growth_service.probing.passes import Pass
-from growth_service.probing.report import SaturationReport, SiteReport
+from growth_service.probing.report import SaturationReport
+from growth_service.probing.samples import Counted, added_up, counted, in_lanes
 from growth_service.probing.sums import Rows, Sums, check_finite
 
 Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 """Applies a function to items and returns results in their order; may spread them over ranks."""
-Total = TypeVar("Total", Sums, Rows)
 Progress = Callable[[int, int], None]
 """Told how many samples are done, and how many there are."""
 
@@ -41,40 +40,6 @@ SIZE_SAMPLES = 256
 """Samples on which the size of an ordinary block's step is measured."""
 LANES = 4
 """Parts into which ranks divide a pass; fixed, so that 1, 2 and 4 ranks give equal bits."""
-
-
-class Counted(NamedTuple):
-    """Batches, and how many samples they hold."""
-
-    batches: Sequence[Any] | Iterable[Any]
-    sizes: list[int]
-    first: Any
-
-    @property
-    def num(self) -> int:
-        """Samples over all batches."""
-        return sum(self.sizes)
-
-    def items(self) -> Iterator[tuple[int, Any]]:
-        """(index of the first sample, batch) of each batch."""
-        return zip(itertools.accumulate(self.sizes, initial=0), self.batches, strict=False)
-
-
-def counted(batches: Iterable[Any], *, what: str, need: str) -> Counted:
-    """Count the samples of re-iterable batches: a loader without a list behind it is run through once.
-
-    Raises:
-        UserError: If there is no sample, or the batches can be iterated only once.
-    """
-    if iter(batches) is batches:  # an iterator, not an iterable
-        batches = list(batches)
-    sizes, first = [], None
-    for batch in batches:
-        first = batch if first is None else first
-        sizes.append(len(batch[1]) if isinstance(batch, tuple | list) and len(batch) == 2 else num_inputs(batch))
-    if not sum(sizes):
-        raise UserError(f"{what} is empty: {need}")
-    return Counted(batches, sizes, first)
 
 
 def chunk_size(num_samples: int) -> int:
@@ -107,26 +72,29 @@ class Prepared:
     train: Counted | None
     progress: Callable[[int], None] | None
 
-    def look(self, items: Iterable[tuple[int, Batch]], *, num_samples: int, size: int, only: int | None = None) -> Rows:
-        """Rows of held-out samples, ``size`` consecutive ones each; of one candidate alone if asked for.
+    def look(self, items: Iterable[tuple[int, Batch]], *, num_samples: int, size: int) -> Rows:
+        """Rows of held-out samples, ``size`` consecutive ones each."""
+        frames = [g.frame for g in self.geometries]
+
+        def lane(part: Iterable[tuple[int, Batch]]) -> Rows:
+            passing = Pass(
+                self.model, self.candidates, loss=self.loss, reduction=self.reduction, progress=self.progress
+            )
+            return rows_over(passing, part, frames=frames, num_samples=num_samples, chunk_size=size, seed=self.seed)
+
+        parts: list[Rows] = self.run(lane, in_lanes(items, self.lanes))
+        return added_up(parts, num_samples=num_samples)
+
+    def report(self, rows: Rows, *, level: float) -> SaturationReport:
+        """Certificates from rows, at an error level over all candidates.
 
         Raises:
             UserError: If there are fewer than 4 samples.
         """
-        if num_samples < 4:
-            raise UserError(f"a certificate needs at least 4 held-out samples, got {num_samples}: pass more in batches")
-        chosen = self.candidates if only is None else [self.candidates[only]]
-        frames = [g.frame for g in (self.geometries if only is None else [self.geometries[only]])]
-
-        def lane(part: Iterable[tuple[int, Batch]]) -> Rows:
-            passing = Pass(self.model, chosen, loss=self.loss, reduction=self.reduction, progress=self.progress)
-            return rows_over(passing, part, frames=frames, num_samples=num_samples, chunk_size=size, seed=self.seed)
-
-        parts: list[Rows] = self.run(lane, in_lanes(items, self.lanes))
-        return added_up(parts)
-
-    def report(self, rows: Rows, *, level: float) -> SaturationReport:
-        """Certificates from rows, at an error level over all candidates."""
+        if rows.num_samples < 4:
+            raise UserError(
+                f"a certificate needs at least 4 held-out samples, got {rows.num_samples}: pass more in batches"
+            )
         loss_nats = rows.loss_sum / rows.num_samples
         look = Look(
             loss_nats=loss_nats,
@@ -138,17 +106,21 @@ class Prepared:
             num_train=self.num_train,
             seed=self.seed,
         )
-        certified = [
-            certify(c, rows.sites[i], geometry=self.geometries[i], added_flops=self.cost.added[i], look=look)
-            for i, c in enumerate(self.candidates)
-        ]
+        with evaluating([c.block for c in self.candidates]):
+            certified = [
+                certify(c, rows.sites[i], geometry=self.geometries[i], added_flops=self.cost.added[i], look=look)
+                for i, c in enumerate(self.candidates)
+            ]
         reports = [report for report, _ in certified]
         for found, sums in zip(reports, rows.sites, strict=True):
             check_finite(found.site, sums.cross_DJ)
         useful = [r for r in reports if r.verdict == "useful"]
         blocks: dict[tuple[str, str], Any] = {}
-        for _, c in sorted(zip(reports, self.candidates, strict=True), key=lambda rc: -rc[0].gain_per_flop):
-            blocks.setdefault((c.kind, c.path), c.block)
+        for r, c in sorted(
+            zip(reports, self.candidates, strict=True),
+            key=lambda rc: (rc[0].verdict != "useful", -rc[0].gain_per_flop),
+        ):
+            blocks.setdefault((r.kind, r.site), c.block)
         return SaturationReport(
             sites=reports,
             verdict=cert.network_verdict([r.verdict for r in reports]),
@@ -176,15 +148,24 @@ class Prepared:
             blocks=blocks,
         )
 
-    def confirm(self, best: SiteReport, fresh: Iterable[Batch], *, level: float) -> SiteReport:
-        """Certify one candidate on samples that did not choose it, at the full level."""
-        samples = counted(fresh, what="fresh", need="pass held-out samples that are in no other argument")
-        index = next(
-            i for i, c in enumerate(self.candidates) if (c.kind, c.path, c.name) == (best.kind, best.site, best.name)
+    def confirmed(self, report: SaturationReport, fresh: Iterable[Batch], *, level: float) -> SaturationReport:
+        """The report with its best candidate certified on samples that did not choose it, at the full level."""
+        if report.best is None:
+            return report
+        need = "pass held-out samples that are in no other argument"
+        samples = counted(fresh, what="fresh", need=need, labelled=True)
+        index = next(i for i, site in enumerate(report.sites) if site is report.best)
+        alone = replace(
+            self,
+            candidates=[self.candidates[index]],
+            geometries=[self.geometries[index]],
+            cost=replace(self.cost, added=[self.cost.added[index]], shapes=[self.cost.shapes[index]]),
+            num_train=self.num_train,
         )
-        rows = self.look(samples.items(), num_samples=samples.num, size=chunk_size(samples.num), only=index)
-        alone = replace(self, candidates=[self.candidates[index]], geometries=[self.geometries[index]])
-        return alone.report(rows, level=level).sites[0]
+        rows = alone.look(samples.items(), num_samples=samples.num, size=chunk_size(samples.num))
+        again = alone.report(rows, level=level)
+        extra = self.cost.labelled * samples.num
+        return replace(report, confirmed=again.sites[0], flops=report.flops + extra)
 
     def notes(self, held_out: Counted) -> tuple[str, ...]:
         """What to know about the samples before relying on the figures."""
@@ -225,13 +206,16 @@ def prepare(
         )
     if not 0 < level < 0.5:
         raise UserError(f"level {level} must be in (0, 0.5): it is the error over all candidates, for example 0.05")
+    if reduction not in ("mean", "sum", "none"):
+        raise UserError(f"unknown reduction {reduction!r}: what the loss does over samples is 'mean', 'sum' or 'none'")
     if ridge < 0:
         raise UserError(f"ridge {ridge} must be 0 or more: it is the share of the mean diagonal added to it")
     train = pooled = None
     if train_batches is not None:
-        train = counted(train_batches, what="train_batches", need="pass at least one batch, or None")
+        need = "pass at least one batch, or None"
+        train = counted(train_batches, what="train_batches", need=need, labelled=True)
     if pool is not None:
-        pooled = counted(pool, what="pool", need="pass inputs disjoint from batches")
+        pooled = counted(pool, what="pool", need="pass inputs disjoint from batches", labelled=False)
     chosen = (
         list(candidates)
         if candidates is not None
@@ -239,6 +223,12 @@ def prepare(
     )
     if not chosen:
         raise UserError("there is no candidate to probe: the network has no site")
+    for candidate in chosen:
+        if is_projected(candidate.block) and not candidate.block.is_zero:
+            raise UserError(
+                f"the projection of the block for {candidate.path!r} is not zero: it already adds to the stream, "
+                "and its score would be that of another block; call block.reset(generator) first"
+            )
     lanes = 1 if mapper is None else LANES
     run = mapper or (lambda function, items: [function(item) for item in items])
     told = _progress(progress, total=num_held_out + (train.num if train else 0) + (pooled.num if pooled else 0))
@@ -256,23 +246,27 @@ def prepare(
             return sum_over(passing, part, num_samples=samples.num, exact_moments=not labelled)
 
         parts: list[Sums] = run(lane, in_lanes(samples.items(), lanes))
-        return added_up(parts)
+        return added_up(parts, num_samples=samples.num)
 
     train_sums = moments_of(train, labelled=True) if train is not None else None
     pool_sums = moments_of(pooled, labelled=False) if pooled is not None else train_sums
     assert pool_sums is not None
     num_train = train.num if train is not None else 0
-    geometries = [
-        geometry(
-            candidate,
-            pool_sums.sites[i],
-            num_pool=pool_sums.num_samples,
-            train_cross_DJ=(train_sums.sites[i].cross_DJ / num_train if train_sums else pool_sums.sites[i].cross_DJ),
-            ridge=ridge,
-            seed=seed,
-        )
-        for i, candidate in enumerate(chosen)
-    ]
+    with evaluating([c.block for c in chosen]):
+        geometries = [
+            geometry(
+                candidate,
+                pool_sums.sites[i],
+                num_pool=pool_sums.num_samples,
+                train_cross_DJ=(
+                    train_sums.sites[i].cross_DJ / num_train if train_sums else pool_sums.sites[i].cross_DJ
+                ),
+                ridge=ridge,
+                seed=seed,
+            )
+            for i, candidate in enumerate(chosen)
+        ]
+        cost = cost_of(model, chosen, example, loss=loss, reduction=reduction, with_pool=pooled is not None)
     return Prepared(
         model=model,
         candidates=chosen,
@@ -288,29 +282,12 @@ def prepare(
         loss_train=train_sums.loss_sum / num_train if train_sums else None,
         num_pool=pooled.num if pooled is not None else 0,
         protocol=_protocol(chosen, ridge=ridge, tolerance=tolerance, level=level),
-        cost=cost_of(model, chosen, example, loss=loss, reduction=reduction, with_pool=pooled is not None),
+        cost=cost,
         run=run,
         lanes=lanes,
         train=train,
         progress=told,
     )
-
-
-def in_lanes(items: Iterable[tuple[int, Any]], lanes: int) -> list[Iterable[tuple[int, Any]]]:
-    """Every ``lanes``-th batch in a lane of its own; one lane keeps streaming."""
-    if lanes == 1:
-        return [items]
-    listed = list(items)
-    return [listed[i::lanes] for i in range(lanes)]
-
-
-def added_up(parts: list[Total]) -> Total:
-    """The sum of what lanes found, in their order; lanes without a batch have nothing to add."""
-    found = [part for part in parts if part.num_samples]
-    total = found[0]
-    for part in found[1:]:
-        total = total.plus(part)
-    return total
 
 
 def _progress(told: Progress | None, *, total: int) -> Callable[[int], None] | None:

@@ -1,20 +1,39 @@
 """``probe``: is this network deep enough, and where not - with a certificate."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from growth_service.probing.candidates import Batch, Candidate, Loss, Reduction
 from growth_service.probing.cost import cost_of, probe_flops
 from growth_service.probing.defaults import Inner
-from growth_service.probing.prepare import Mapper, Progress, chunk_size, counted, prepare
+from growth_service.probing.prepare import Mapper, Progress, chunk_size, prepare
 from growth_service.probing.report import SaturationReport
+from growth_service.probing.samples import counted
 from growth_service.probing.sequential import Looks, look_until_decided
 
+Call = ParamSpec("Call")
+Result = TypeVar("Result")
 
+
+def _leaving_random_streams_alone(function: Callable[Call, Result]) -> Callable[Call, Result]:
+    """Whatever draws numbers meanwhile - a loader draws one to start - draws them from a copy of the global stream."""
+
+    @wraps(function)
+    def wrapped(*args: Call.args, **kwargs: Call.kwargs) -> Result:
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+@_leaving_random_streams_alone
 def probe(
     model: nn.Module,
     *,
@@ -75,9 +94,8 @@ def probe(
         UserError: If there is no pool, too few samples, or a loss is not finite.
         SiteError: If a path is no residual stream.
     """
-    held_out = counted(
-        batches, what="batches", need="a certificate needs at least 4 samples the network was not trained on"
-    )
+    need = "a certificate needs at least 4 samples the network was not trained on"
+    held_out = counted(batches, what="batches", need=need, labelled=True)
     prepared = prepare(
         model,
         example=held_out.first,
@@ -102,10 +120,9 @@ def probe(
         report = prepared.report(rows, level=level)
     else:
         report = look_until_decided(prepared, held_out, looks, level=level)
-    notes = prepared.notes(held_out)
-    if fresh is not None and report.best is not None:
-        report = replace(report, confirmed=prepared.confirm(report.best, fresh, level=level))
-    return replace(report, notes=notes)
+    if fresh is not None:
+        report = prepared.confirmed(report, fresh, level=level)
+    return replace(report, notes=prepared.notes(held_out))
 
 
 class Estimate(NamedTuple):

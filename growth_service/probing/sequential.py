@@ -6,14 +6,13 @@ rows are sums, so neighbouring rows are added when the sample doubles.
 Source: alpha spending over repeated looks, Lan and DeMets 1983 (Biometrika 70), with weights 1/j^2.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from growth_service.core.confidence import spend
 from growth_service.errors import UserError
-from growth_service.probing.candidates import Batch, slice_samples
-from growth_service.probing.prepare import MAX_CHUNKS, Counted, Prepared
+from growth_service.probing.prepare import MAX_CHUNKS, Prepared
 from growth_service.probing.report import PastLook, SaturationReport
+from growth_service.probing.samples import Counted, Taker
 from growth_service.probing.sums import Rows
 
 
@@ -45,17 +44,17 @@ def look_until_decided(prepared: Prepared, held_out: Counted, looks: Looks, *, l
         level: Error level over all looks and candidates together.
     """
     limit = min(looks.most or held_out.num, held_out.num)
+    taker = Taker(held_out.batches)  # over all looks: each sample enters once, also from a loader that shuffles
     size = -(-looks.first // MAX_CHUNKS)
-    wanted = min(limit, size * min(MAX_CHUNKS, looks.first // size))
+    wanted = min(limit, looks.first)
     rows: Rows | None = None
     past: list[PastLook] = []
     done = 0
     while True:
-        new = prepared.look(samples_between(held_out.items(), done, wanted), num_samples=wanted - done, size=size)
-        if rows is None:
-            rows = new
-        else:  # as many new samples as old ones: neighbouring rows are added, and each row stands for twice as many
-            rows, size = rows.then(new).merged(), 2 * size
+        new = prepared.look(taker.take(wanted - done), num_samples=wanted - done, size=size)
+        rows = new if rows is None else rows.then(new)
+        while rows.num_rows > MAX_CHUNKS:
+            rows, size = rows.merged(), 2 * size
         done = wanted
         spent = spend(level, look=len(past))
         report = prepared.report(rows, level=spent)
@@ -63,13 +62,3 @@ def look_until_decided(prepared: Prepared, held_out: Counted, looks: Looks, *, l
         if report.verdict != "undetermined" or done >= limit:
             return replace(report, looks=tuple(past))
         wanted = min(limit, 2 * done)
-
-
-def samples_between(items: Iterable[tuple[int, Batch]], start: int, stop: int) -> Iterator[tuple[int, Batch]]:
-    """The samples with index in [start, stop), numbered from 0 on."""
-    for first, (inputs, targets) in items:
-        a, b = max(start - first, 0), min(stop - first, len(targets))
-        if a < b:
-            yield first + a - start, (slice_samples(inputs, a, b), targets[a:b])
-        if first >= stop:
-            return

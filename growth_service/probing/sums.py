@@ -53,7 +53,7 @@ class SiteSums:
     cross_DJ: FloatArray
     """Sum of the cross-gradients G_i (zeros where no labels were used)."""
     stream_sq: float
-    """Sum of ||z_i||^2 of the stream written to, over the same samples as the halves."""
+    """Sum of ||z_i||^2 of the stream that the candidate reads, over the same samples as the halves."""
     streams: tuple[Tensor, ...] = ()
     """Streams of the kept samples, for a block whose second moment is only ever applied."""
 
@@ -158,6 +158,11 @@ class Rows:
             loss_sum=self.loss_sum + other.loss_sum,
             sites=[a.plus(b) for a, b in zip(self.sites, other.sites, strict=True)],
         )
+
+    @property
+    def num_rows(self) -> int:
+        """Chunks of samples."""
+        return len(self.sites[0].along_N)
 
     def then(self, other: "Rows") -> "Rows":
         """These rows, then those of further samples."""

@@ -38,8 +38,17 @@ def candidates(model: nn.Module, policy: SignalGuided, *, stage: int, seed: int)
     if "width" in policy.axes:
         for path in blocks_of(model):
             branch = new_branch(model, AddUnits(block=path, units=policy.units), stage=stage, seed=seed)
-            found.append(Candidate(path=path, block=branch, kind="width", beside=f"{path}.project"))
+            found.append(Candidate(path=path, block=branch, kind="width", beside=_projections_of(model, path)))
     return found
+
+
+def _projections_of(model: nn.Module, path: str) -> tuple[str, ...]:
+    """Last layers of a block and of the units that earlier width steps gave it: they all write at its output."""
+    own = [f"{path}.project"]
+    if isinstance(resolve(model, path), Block):
+        grown = getattr(resolve(model, path), "widened", None)
+        own += [f"{path}.widened.{i}.project" for i in grown] if isinstance(grown, nn.ModuleDict) else []
+    return tuple(own)
 
 
 def new_block(model: nn.Module, change: AddBlock, *, stage: int, seed: int) -> Block:

@@ -362,7 +362,7 @@ def test_what_existing_features_can_express_is_taken_off_the_score(kind):
     old = old_tangents(net.host.project, seen["old"])
     wanted = least_squares_score(g_NE, np.concatenate([new, old], axis=2)) - least_squares_score(g_NE, old)
 
-    candidate = Candidate(path="place", block=block, beside="host.project")
+    candidate = Candidate(path="place", block=block, beside=("host.project",))
     arguments = {"loss": LOSSES["none"], "reduction": "none", "ridge": 0.0, "candidates": [candidate]}
     batches = [(inputs, targets)]
     found = probe(net, batches=batches, train_batches=batches, pool=[inputs], **arguments).sites[0]
