@@ -261,7 +261,9 @@ def _some_useful(evidence: Evidence, useful: Sequence[CandidateEvidence]) -> Adv
     def worth(c: CandidateEvidence) -> float:
         return (c.transfer_gain if is_known else c.gain) / max(c.added_flops, 1)
 
-    transferable = [c for c in useful if worth(c) > 0 and not (is_known and c.transfer_upper < tol)]
+    transferable = [
+        c for c in useful if (c.transfer_gain if is_known else c.gain) > 0 and not (is_known and c.transfer_upper < tol)
+    ]
     best = max(transferable or useful, key=worth)
     moved = f"transferable {best.transfer_gain:.3g}" if is_known else "transfer unknown without training samples"
     finding = (

@@ -349,11 +349,23 @@ def test_without_existing_features_nothing_is_taken_off(found, ridge):
     np.testing.assert_allclose(rest_KK, sigma_JJ, rtol=1e-12)
 
 
-def test_copies_of_existing_features_leave_nothing():
+def test_copies_of_existing_features_leave_nothing_not_even_rounding():
     sigma_KK = np.array([[2.0, 0.5], [0.5, 1.0]])
     keep_JK, rest_KK = partial_out(np.block([[sigma_KK, sigma_KK], [sigma_KK, sigma_KK]]), num_new=2, ridge=0.0)
-    np.testing.assert_allclose(keep_JK, np.vstack([np.eye(2), -np.eye(2)]), atol=1e-12)
-    np.testing.assert_allclose(rest_KK, 0.0, atol=1e-12)
+    np.testing.assert_array_equal(keep_JK, np.zeros((4, 2)))
+    np.testing.assert_array_equal(rest_KK, np.zeros((2, 2)))
+
+
+def test_of_a_copy_and_a_feature_of_its_own_the_second_is_left():
+    own_NJ = np.random.default_rng(0).normal(size=(50, 3))
+    joint_NJ = np.stack(
+        [own_NJ[:, 0], own_NJ[:, 1], own_NJ[:, 0], own_NJ[:, 2]], axis=1
+    )  # new: a copy and one of its own
+    keep_JK, rest_KK = partial_out(joint_NJ.T @ joint_NJ / 50, num_new=2, ridge=0.0)
+    old_NJ = joint_NJ[:, 2:]
+    left_N = own_NJ[:, 1] - old_NJ @ np.linalg.lstsq(old_NJ, own_NJ[:, 1])[0]
+    np.testing.assert_allclose(joint_NJ @ keep_JK, np.stack([np.zeros(50), left_N], axis=1), atol=1e-12)
+    np.testing.assert_allclose(rest_KK, np.diag([0.0, float(np.square(left_N).mean())]), atol=1e-12)
 
 
 # --- gains in nats --------------------------------------------------------------------------------
