@@ -1,7 +1,7 @@
 """Adding up what candidates see: second moments and cross-gradients of training samples, rows of held-out ones.
 
-Memory does not grow with the samples: a candidate keeps its matrices, the chunk at work, and one row
-of at most 4,096 numbers a chunk.
+Memory does not grow with the samples: a candidate keeps its matrices, the chunk at work, and at most 32 rows
+(see :mod:`growth_service.probing.sketch` for their length).
 
 Shape legend: D = rows of a projection, J = features.
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 from growth_service.blocks import stream_positions
 from growth_service.blocks.projections import second_moment
 from growth_service.core.score import FloatArray, GradientMoments
-from growth_service.probing.passes import Numbered, Pass, Seen, square_sum, to_array
+from growth_service.probing.passes import Pass, Seen, square_sum, to_array
+from growth_service.probing.samples import Numbered
 from growth_service.probing.sketch import Sketch
 from growth_service.probing.sums import Frame, Rows, SiteRows, SiteSums, Sums, Thinning, thinning
 

@@ -7,7 +7,7 @@ Shape legend: B = samples, D = rows of a projection, J = features, P = positions
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +33,8 @@ from growth_service.probing.candidates import (
     untouched,
 )
 from growth_service.probing.jacobian import ParameterTangent, check_residual
+from growth_service.probing.samples import Numbered
 
-Numbered = Iterable[tuple[int, Any]]
-"""Batches with the index of their first sample."""
 Progress = Callable[[int], None]
 """Told how many samples were just done."""
 

@@ -120,8 +120,10 @@ class Taker:
         """The next ``num`` samples in batches, numbered from 0 on."""
         done = 0
         while done < num:
-            inputs, targets = self._left if self._left is not None else next(self._rest)
-            self._left = None
+            batch = self._left if self._left is not None else next(self._rest, None)
+            if batch is None:  # fewer than were counted: whoever adds them up says so
+                return
+            (inputs, targets), self._left = batch, None
             size = len(targets)
             if size > num - done:
                 cut = num - done

@@ -32,6 +32,7 @@ from growth_service.probing.jumpboard import clipped_direction
 from growth_service.probing.overlap import shared_samples
 from growth_service.probing.prepare import MAX_CHUNKS, chunk_size
 from growth_service.probing.samples import counted
+from growth_service.probing.sketch import MAX_NUMBERS, Sketch
 from growth_service.training.growing import candidates
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
@@ -750,8 +751,9 @@ def test_batches_that_come_only_once_though_they_look_like_more_are_refused():
             found, self._batches = self._batches, []
             return iter(found)
 
-    with pytest.raises(UserError, match="300 samples when they were counted and 0 when they were used"):
-        run(held_out=Once(batched(*data(300, seed=5), 100)))
+    for looks in (None, Looks(first=64)):
+        with pytest.raises(UserError, match=r"\d+ samples when they were counted and 0 when they were used"):
+            run(held_out=Once(batched(*data(300, seed=5), 100)), looks=looks)
 
 
 def test_a_pool_of_pairs_is_refused():
@@ -798,3 +800,27 @@ def test_the_gain_of_new_units_is_a_step_relative_to_the_stream_that_they_read()
         z = model.groups[0].entry(train[0].flatten(1))
     norm = float(z.square().sum(dim=1).mean().sqrt())
     assert site.kappa == pytest.approx(norm * math.sqrt(max(site.s, 0.0)), rel=1e-9)
+
+
+@pytest.mark.parametrize("rows", [100, 300])
+def test_a_sketch_of_a_large_cross_gradient_keeps_inner_products_in_expectation(rows):
+    """100 rows keep their own places, 300 are added up in 256 buckets; 60 sketches, four standard errors."""
+    features = 40_000 // rows
+    root = normal(features, features, seed=1, dtype=F64).numpy() / features**0.5
+    x, y = (normal(rows, features, seed=s, dtype=F64) for s in (2, 3))
+    y = x + y
+    wanted = float(((x.numpy() @ root) * (y.numpy() @ root)).sum())
+    found = []
+    for seed in range(60):
+        sketch = Sketch(root, shape=(rows, features), seed=seed, like=x)
+        assert sketch.numbers <= MAX_NUMBERS
+        assert len(sketch(x)) == sketch.numbers
+        found.append(float(sketch(x) @ sketch(y)))
+    assert len(set(found)) > 50
+    assert np.mean(found) == pytest.approx(wanted, abs=4 * np.std(found) / math.sqrt(60))
+    assert np.std(found) < 0.1 * wanted
+
+
+def test_a_sketch_of_a_small_cross_gradient_is_the_whitened_one_itself():
+    root, x = normal(7, 7, seed=1, dtype=F64), normal(3, 7, seed=2, dtype=F64)
+    assert torch.equal(Sketch(root.numpy(), shape=(3, 7), seed=0, like=x)(x), (x @ root).flatten())
