@@ -16,16 +16,18 @@ Shape legend: D = width of the stream, K = number of features (with the constant
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+FloatArray = NDArray[np.floating[Any]]
+"""Double precision; single where numbers that were measured so are kept, at half the memory."""
 
 _RCOND = 1e-10  # eigenvalues below this share of the largest are taken for rounding of zero
 _FEW_FEATURES = 160
-_SAFE_RIDGE = 1e-8  # share of the mean eigenvalue from which a Cholesky factor cannot fail
+_SAFE_RIDGE = 1e-8  # share of the mean eigenvalue from which a Cholesky factor does not fail in double precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,18 +47,25 @@ class Whitener:
     effective_dimension: float
     """Trace of Sigma (Sigma + lambda)^-1, in [0, rank]: the features that the ridge leaves."""
 
+    def held_in(self, precision: np.dtype[Any]) -> "Whitener":
+        """The same in another precision."""
+        return replace(self, inv_sqrt=self.inv_sqrt.astype(precision, order="C", copy=False))
+
     def whiten(self, cross_DK: FloatArray) -> FloatArray:
         """G Q. ``[D, K] -> [D, R]``."""
         if self.inv_sqrt.ndim == 2:
-            return cross_DK @ self.inv_sqrt
+            found: FloatArray = cross_DK @ self.inv_sqrt
+            return found
         whitened: FloatArray = np.einsum("dk,dkr->dr", cross_DK, self.inv_sqrt)
         return whitened
 
     def back(self, whitened_DR: FloatArray) -> FloatArray:
         """W Q^T, so that ``back(whiten(G))`` is G Sigma^-1. ``[D, R] -> [D, K]``."""
+        found: FloatArray
         if self.inv_sqrt.ndim == 2:
-            return whitened_DR @ self.inv_sqrt.T
-        found: FloatArray = np.einsum("dr,dkr->dk", whitened_DR, self.inv_sqrt)
+            found = whitened_DR @ self.inv_sqrt.T
+        else:
+            found = np.einsum("dr,dkr->dk", whitened_DR, self.inv_sqrt)
         return found
 
 
@@ -85,8 +94,8 @@ def whitener(sigma: FloatArray, *, ridge: float) -> Whitener:
     if trace <= 0:
         return Whitener(inv_sqrt=np.zeros(sigma.shape), ridge_lambda=0.0, rank=0, effective_dimension=0.0)
     lam = ridge * trace / num_features
-    if ridge >= _SAFE_RIDGE:  # positive definite by a margin: a triangular root is ten times as fast as eigenvectors
-        root = _invert_lower(np.linalg.cholesky(sigma + lam * np.eye(num_features))).T
+    if ridge >= _SAFE_RIDGE and (lower_KK := _cholesky(sigma + lam * np.eye(num_features))) is not None:
+        root = _invert_lower(lower_KK).T
         left = num_features - lam * float(np.square(root).sum())
         return Whitener(inv_sqrt=root, ridge_lambda=lam, rank=num_features, effective_dimension=left)
     eigen_K, basis_KK = np.linalg.eigh((sigma + sigma.T) / 2)
@@ -102,6 +111,14 @@ def whitener(sigma: FloatArray, *, ridge: float) -> Whitener:
     )
 
 
+def _cholesky(sigma_KK: FloatArray) -> FloatArray | None:
+    """A triangular root, ten times as fast as eigenvectors; None where sums in single precision left it indefinite."""
+    try:
+        return np.linalg.cholesky(sigma_KK)
+    except np.linalg.LinAlgError:
+        return None
+
+
 def _invert_lower(lower_KK: FloatArray) -> FloatArray:
     """Inverse of a lower triangular matrix by halves: nearly all of it matrix products."""
     size = lower_KK.shape[0]
@@ -114,16 +131,6 @@ def _invert_lower(lower_KK: FloatArray) -> FloatArray:
     out[:half, :half], out[half:, half:] = first, last
     out[half:, :half] = -last @ (lower_KK[half:, :half] @ first)
     return out
-
-
-def _inverse(sigma: FloatArray, *, ridge: float) -> tuple[FloatArray, float]:
-    """(Sigma + lambda)^-1, or the pseudo-inverse, and the effective dimension."""
-    if sigma.ndim == 2 and ridge >= _SAFE_RIDGE and np.trace(sigma) > 0:  # one matrix inverse, no root
-        lam = ridge * float(np.trace(sigma)) / sigma.shape[0]
-        inverse_KK = np.linalg.inv(sigma + lam * np.eye(sigma.shape[0]))
-        return inverse_KK, sigma.shape[0] - lam * float(np.trace(inverse_KK))
-    w = whitener(sigma, ridge=ridge)
-    return w.inv_sqrt @ np.swapaxes(w.inv_sqrt, -1, -2), w.effective_dimension
 
 
 def partial_out(sigma_JJ: FloatArray, *, num_new: int, ridge: float) -> tuple[FloatArray, FloatArray]:
@@ -225,10 +232,11 @@ def pool_inflation(half_a: FloatArray, half_b: FloatArray, *, ridge: float) -> f
     excess = []
     both = ((half_a, half_b), (half_b, half_a))
     for fit, other in both if half_a.shape[-1] <= _FEW_FEATURES else both[:1]:  # many features average by themselves
-        inverse, dimension = _inverse(fit, ridge=ridge)
-        if dimension <= 0:
+        metric = whitener(np.asarray(fit, dtype=np.float64), ridge=ridge).held_in(other.dtype)
+        if metric.effective_dimension <= 0:
             return 1.0
-        excess.append(float((inverse * other).sum()) / dimension - 1.0)
+        seen = float(((other @ metric.inv_sqrt) * metric.inv_sqrt).sum())  # the trace of (fit + lambda)^-1 other
+        excess.append(seen / metric.effective_dimension - 1.0)
     half = max(0.0, float(np.mean(excess)))
     return 1.0 + half / (2.0 + half)
 
@@ -269,10 +277,6 @@ class GradientMoments:
             third_DD=squares_ND.T @ g_ND,
             fourth_DD=squares_ND.T @ squares_ND,
         )
-
-    def plus(self, other: "GradientMoments") -> "GradientMoments":
-        """Over both."""
-        return GradientMoments(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 def covariance_diagnostic(moments: GradientMoments) -> Covariance:

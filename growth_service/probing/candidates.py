@@ -81,10 +81,21 @@ class Taps:
     """
 
     def __init__(
-        self, model: nn.Module, paths: list[str], *, with_gradient: bool, beside: tuple[str, ...] = ()
+        self,
+        model: nn.Module,
+        paths: list[str],
+        *,
+        with_gradient: bool,
+        beside: tuple[str, ...] = (),
+        reading: frozenset[str] | None = None,
+        copying: bool = False,
     ) -> None:
         self._model, self._paths, self._with_gradient, self._beside = model, paths, with_gradient, beside
+        self._reading = frozenset(paths) if reading is None else reading
         self._handles: list[Any] = []
+        self._versions: dict[str, int] = {}
+        self.copying = copying or any(getattr(m, "inplace", False) for m in model.modules())
+        """Whether modules after a stream get a copy of it, for some may write into what they read."""
         self.read: dict[str, Tensor] = {}
         """What the module at a path read."""
         self.stream: dict[str, Tensor] = {}
@@ -114,6 +125,11 @@ class Taps:
         self.read.clear()
         self.stream.clear()
 
+    @property
+    def overwritten(self) -> bool:
+        """Whether the network has written into a stream after it was tapped: run again with ``copying``."""
+        return any(stream._version != self._versions[path] for path, stream in self.stream.items())
+
     def check(self) -> None:
         """All tapped modules have run; to be called after each forward pass.
 
@@ -132,11 +148,14 @@ class Taps:
                     "choose a module that runs once"
                 )
             stream = stream_of(output, path=path)
-            if self._with_gradient:
-                stream = stream if stream.requires_grad else stream.detach().requires_grad_()
-            output = with_stream(output, stream.clone())  # what changes it in place later changes the copy
-            self.read[path] = args[0].detach() if args and isinstance(args[0], Tensor) else stream.detach()
-            self.stream[path] = stream
+            first = self._with_gradient and not stream.requires_grad
+            if first:
+                stream = stream.detach().requires_grad_()
+            if self.copying or first:
+                output = with_stream(output, stream.clone())
+            if path in self._reading:
+                self.read[path] = args[0].detach() if args and isinstance(args[0], Tensor) else stream.detach()
+            self.stream[path], self._versions[path] = stream, stream._version
             return output
 
         return hook

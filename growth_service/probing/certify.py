@@ -9,7 +9,7 @@ from growth_service.core.score import FloatArray, gradmax_score, kappa, predicte
 from growth_service.probing.candidates import Candidate, is_projected
 from growth_service.probing.frames import Geometry
 from growth_service.probing.report import Direction, SiteReport
-from growth_service.probing.sums import SiteRows
+from growth_service.probing.rows import SiteRows
 
 ENOUGH_SAMPLES = 32
 """Independent samples below which the upper limit covers too seldom (measured: 0.75 at 8, 0.88 at 16)."""

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from growth_service.blocks import stream_positions
 from growth_service.blocks.projections import second_moment
-from growth_service.core.score import FloatArray, GradientMoments
-from growth_service.probing.passes import Pass, Seen, square_sum, to_array
+from growth_service.core.score import FloatArray
+from growth_service.probing.passes import Pass, Seen, as_measured, square_sum, to_array
+from growth_service.probing.rows import Packed, Rows, SiteRows
 from growth_service.probing.samples import Numbered
 from growth_service.probing.sketch import Sketch
-from growth_service.probing.sums import Frame, Rows, SiteRows, SiteSums, Sums, Thinning, thinning
+from growth_service.probing.sums import Frame, SiteSums, Sums, Thinning, thinning
 
 COVARIANCE_SAMPLES = 512
 MAX_STREAMS = 2048
 """Samples whose streams are kept for a block that has no second moment of its own."""
-ROWS_AT_ONCE = 512
+ROWS_AT_ONCE = 256
 """Rows of features that wait to be multiplied together."""
 PRECISE_SAMPLES = 4096
 """Samples whose cross-gradients are added up in the network's own precision before they join a double sum."""
@@ -45,6 +46,7 @@ def sum_over(passing: Pass, items: Numbered, *, num_samples: int, exact_moments:
             if site == len(totals):
                 totals.append(SiteTotal(s, num_samples=num_samples, exact=exact_moments))
             totals[site].add(s, first=first, num=num)
+        del s  # its features would live on through the next forward pass
     if not totals:
         return Sums(num_samples=0, loss_sum=0.0, sites=[])
     return Sums(
@@ -132,9 +134,10 @@ class _DoubleSum:
 
     def total(self) -> FloatArray:
         """The whole sum; nothing can be added any more."""
+        if self._double is None:  # all of it is in the network's own precision: no second copy
+            return as_measured(self._work)
         self._settle()
         self._work = self._work.new_zeros(0)
-        assert self._double is not None
         return self._double
 
 
@@ -187,6 +190,7 @@ def rows_over(
                     _SiteChunks(s, frames[site], num_chunks=num_chunks, chunk_size=chunk_size, every=every, seed=seed)
                 )
             totals[site].add(s, first=first, num=num)
+        del s  # its features would live on through the next forward pass
     return Rows(num_samples=passing.num_samples, loss_sum=passing.loss_sum, sites=[t.finish() for t in totals])
 
 
@@ -196,53 +200,66 @@ class _SiteChunks:
     def __init__(self, seen: Seen, frame: Frame, *, num_chunks: int, chunk_size: int, every: int, seed: int) -> None:
         assert seen.g is not None
         d, j = seen.shape
-        self._sketch = Sketch(frame.root, shape=(d, j), seed=seed, like=seen.g)
-        self._along = torch.from_numpy(np.ascontiguousarray(frame.along_DJ)).to(seen.g).flatten()
-        self._rows = torch.zeros(num_chunks, self._sketch.numbers, dtype=seen.g.dtype, device=seen.g.device)
-        self._along_N = torch.zeros(num_chunks, dtype=torch.float64, device=seen.g.device)
-        self._total = torch.zeros(d, j, dtype=torch.float64, device=seen.g.device)
+        g = seen.g
+        self._sketch = Sketch(frame.root, shape=(d, j), seed=seed, like=g)
+        self._along = torch.from_numpy(np.ascontiguousarray(frame.along_DJ)).to(g).flatten()
+        half = self._sketch.is_lossy and g.dtype != torch.float64
+        self._rows = torch.zeros(
+            num_chunks, self._sketch.numbers, dtype=torch.float16 if half else g.dtype, device=g.device
+        )
+        self._scale_N = torch.zeros(num_chunks, dtype=torch.float64, device=g.device) if half else None
+        self._along_N = torch.zeros(num_chunks, dtype=torch.float64, device=g.device)
+        self._total = torch.zeros(d, j, dtype=g.dtype, device=g.device)
+        self._work: Tensor | None = None
+        self._open = 0
         self._chunk_size, self._every = chunk_size, every
-        self._work = torch.zeros(d, j, dtype=seen.g.dtype, device=seen.g.device)
-        self._open: int | None = None
-        self._covariance: GradientMoments | None = None
+        self._gradients: list[Tensor] = []
         self._sizes = GradientSizes()
 
     def add(self, seen: Seen, *, first: int, num: int) -> None:
-        """One batch, cut where a chunk ends."""
+        """One batch, cut where a chunk ends; samples come in rising order."""
         assert seen.g is not None
         start = 0
         while start < num:
             chunk = (first + start) // self._chunk_size
-            stop = min(num, (chunk + 1) * self._chunk_size - first)
-            if self._open != chunk:
+            end = (chunk + 1) * self._chunk_size - first
+            if chunk != self._open:
                 self._close()
-                self._open = chunk
-            seen.add_cross(start, stop, to=self._work)
-            start = stop
+            self._open = chunk
+            if self._work is None:
+                self._work = torch.zeros_like(self._total)
+            seen.add_cross(start, min(num, end), to=self._work)
+            if end <= num:
+                self._close()
+            start = min(num, end)
         self._sizes.add(seen.g)
         kept = -first % self._every
         if kept < num:
-            g_ND = stream_positions(seen.g[kept :: self._every]).sum(dim=2)
-            moments = GradientMoments.of(to_array(g_ND))
-            self._covariance = moments if self._covariance is None else self._covariance.plus(moments)
+            self._gradients.append(stream_positions(seen.g[kept :: self._every]).sum(dim=2))
 
     def _close(self) -> None:
-        if self._open is None:
+        """Turn the chunk at work into a row, and drop it: between batches no site holds one that is complete."""
+        if self._work is None:
             return
-        self._rows[self._open] += self._sketch(self._work)
-        self._along_N[self._open] += torch.dot(self._along, self._work.flatten()).double()
+        row_M = self._sketch(self._work)
+        if self._scale_N is not None:
+            scale = torch.linalg.vector_norm(row_M) / math.sqrt(len(row_M))
+            self._scale_N[self._open] = scale
+            row_M = row_M / torch.where(scale > 0, scale, 1.0)
+        self._rows[self._open] = row_M
+        self._along_N[self._open] = torch.dot(self._along, self._work.flatten()).double()
         self._total += self._work
-        self._work.zero_()
-        self._open = None
+        self._work = None
 
     def finish(self) -> SiteRows:
         """What was added up."""
         self._close()
+        scale_N = None if self._scale_N is None else to_array(self._scale_N)
         return SiteRows(
-            rows_NM=to_array(self._rows),
+            rows=Packed(numbers_NM=self._rows.cpu().numpy(), scale_N=scale_N),
             along_N=to_array(self._along_N),
-            cross_DJ=to_array(self._total),
-            covariance=self._covariance or GradientMoments.of(np.zeros((0, self._total.shape[0]))),
+            cross_DJ=as_measured(self._total),
+            gradients_BD=as_measured(torch.cat(self._gradients or [self._total.new_zeros(0, len(self._total))])),
             gradient_sq=self._sizes.total,
             gradient_max=self._sizes.largest,
         )

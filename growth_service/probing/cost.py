@@ -40,24 +40,37 @@ def cost_of(
 ) -> Cost:
     """Count one sample of a batch."""
     inputs, targets = batch
-    one = first_samples(inputs, 1), targets[:1]
-    counts = []
-    for labelled in (True, False) if with_pool else (True,):
-        passing = Pass(model, candidates, loss=loss if labelled else None, reduction=reduction)
-        with FlopCounter() as counter:
-            for _, num, found in passing.batches([(0, one if labelled else one[0])]):
-                seen = list(found)
-                if labelled:
-                    for s in seen:
-                        assert s.g is not None
-                        s.add_cross(0, num, to=torch.zeros(s.shape, dtype=s.g.dtype, device=s.g.device))
-        counts.append(counter.flops)
+    one = first_samples(inputs, 1)
+    flops, seen = _one_sample(model, candidates, (one, targets[:1]), loss=loss, reduction=reduction)
+    unlabelled = _one_sample(model, candidates, one, loss=None, reduction=reduction)[0] if with_pool else 0
     return Cost(
-        labelled=counts[0],
-        unlabelled=counts[-1] if with_pool else 0,
+        labelled=flops,
+        unlabelled=unlabelled,
         added=_added_flops(candidates, seen),
         shapes=[(s.shape[0], s.shape[1] if s.shares_features else 0, s.num_positions) for s in seen],
     )
+
+
+def _one_sample(
+    model: nn.Module,
+    candidates: list[Candidate],
+    one: Any,
+    *,
+    loss: Loss | None,
+    reduction: Reduction,
+    copying: bool = False,
+) -> tuple[int, list[Seen]]:
+    """FLOPs of one sample, and what candidates see of it."""
+    passing = Pass(model, candidates, loss=loss, reduction=reduction, copying=copying)
+    with FlopCounter() as counter:
+        for _, num, found in passing.batches([(0, one)]):
+            seen = list(found)
+            for s in seen:
+                if s.g is not None:
+                    s.add_cross(0, num, to=torch.zeros(s.shape, dtype=s.g.dtype, device=s.g.device))
+    if passing.copying and not copying:  # it ran twice, to find out that it writes into its streams
+        return _one_sample(model, candidates, one, loss=loss, reduction=reduction, copying=True)
+    return counter.flops, seen
 
 
 def probe_flops(

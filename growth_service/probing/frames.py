@@ -1,8 +1,11 @@
 """From the sums over training samples (or a pool) to how held-out gradients are whitened."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from growth_service.blocks.projections import projection_shape
 from growth_service.core.score import (
@@ -16,7 +19,8 @@ from growth_service.core.score import (
 )
 from growth_service.probing.candidates import Candidate
 from growth_service.probing.jacobian import NormalSolver, ParameterTangent
-from growth_service.probing.sums import Frame, SiteRows, SiteSums, check_finite
+from growth_service.probing.rows import SiteRows
+from growth_service.probing.sums import Frame, SiteSums, check_finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +32,6 @@ class Geometry:
     """Factor by which the finite pool inflates scores; they are divided by it."""
     train_cross_DK: FloatArray
     """Mean cross-gradient of the training samples, existing features taken off where asked for."""
-    direction_DK: FloatArray
-    """-G Sigma^-1 of it."""
     s_train: float
     stream_norm: float
     """Root mean square over samples of ||z||."""
@@ -44,6 +46,19 @@ class Geometry:
     notes: tuple[str, ...] = ()
     solver: NormalSolver | None = None
 
+    @property
+    def direction_DK(self) -> FloatArray:
+        """-G Sigma^-1 of the training gradient."""
+        if self.keep_JK is None:
+            return -self.frame.along_DJ
+        return descent_direction(self.train_cross_DK, self.metric)
+
+    @property
+    def metric(self) -> Whitener:
+        """The whitening; a general block has none."""
+        assert self.whitening is not None
+        return self.whitening
+
     def of_new(self, cross_DJ: FloatArray) -> FloatArray:
         """A joint cross-gradient with what existing features can express taken off. ``[D, K]``."""
         return cross_DJ if self.keep_JK is None else cross_DJ @ self.keep_JK
@@ -57,9 +72,10 @@ class Geometry:
 
     def gram(self, rows: SiteRows) -> FloatArray:
         """Inner products of chunk sums in the metric. ``[N, N]``."""
+        rows_NM = rows.rows.full()
         if self.solver is None:
-            return rows.rows_NM @ rows.rows_NM.T
-        gram_NN = rows.rows_NM @ self.solver.solve(rows.rows_NM).T
+            return rows_NM @ rows_NM.T
+        gram_NN = rows_NM @ self.solver.solve(rows_NM).T
         return (gram_NN + gram_NN.T) / 2
 
     def score(self, cross_DJ: FloatArray) -> float:
@@ -97,33 +113,34 @@ def geometry(
     check_finite(name, train_cross_DJ)
     if pooled.streams:
         return _general(candidate, pooled, train_cross_DJ, ridge=ridge, seed=seed, stream_norm=stream_norm)
-    check_finite(name, pooled.sigma)
-    sigma, halves, cross = pooled.sigma, (pooled.half_a, pooled.half_b), train_cross_DJ
-    halves = (halves[0] / max(pooled.kept_a, 1), halves[1] / max(pooled.kept_b, 1))
-    keep_JK = None
-    inflation = pool_inflation(*halves, ridge=ridge) if pooled.kept_b else 1.0  # of the joint features, all estimated
+    sigma, cross, keep_JK = pooled.sigma, train_cross_DJ, None
+    check_finite(name, sigma)
+    inflation = 1.0
+    if pooled.kept_b:  # of the joint features, all estimated
+        inflation = pool_inflation(pooled.half_a / pooled.kept_a, pooled.half_b / pooled.kept_b, ridge=ridge)
     if candidate.beside:
         num_new = projection_shape(candidate.block.project)[1]
         keep_JK, sigma = partial_out(sigma, num_new=num_new, ridge=ridge)
         cross = cross @ keep_JK
     whitening = whitener(sigma, ridge=ridge)
-    num_features = sigma.shape[-1]
-    direction = descent_direction(cross, whitening)
-    root, along = whitening.inv_sqrt, -direction
+    white_DR = whitening.whiten(cross)
+    along = whitening.back(white_DR)
+    held = precision_of(candidate.block)  # of what is kept while gradients are collected
+    whitening = whitening.held_in(held)
+    root = whitening.inv_sqrt
     if keep_JK is not None:
-        root, along = keep_JK @ root, along @ keep_JK.T
+        root, along = (keep_JK @ root).astype(held), along @ keep_JK.T
     return Geometry(
-        frame=Frame(root=root, along_DJ=along),
+        frame=Frame(root=root, along_DJ=along.astype(held, copy=False)),
         inflation=inflation,
-        train_cross_DK=cross,
-        direction_DK=direction,
-        s_train=saturation_score(cross, whitening),
+        train_cross_DK=cross.astype(held, copy=False),
+        s_train=float(np.square(white_DR).sum()),
         stream_norm=stream_norm,
         num_rows=cross.shape[0],
-        num_features=num_features,
+        num_features=sigma.shape[-1],
         whitening=whitening,
         keep_JK=keep_JK,
-        notes=_notes(rank=whitening.rank, num_features=num_features, num_pool=num_pool, ridge=ridge),
+        notes=_notes(rank=whitening.rank, num_features=sigma.shape[-1], num_pool=num_pool, ridge=ridge),
     )
 
 
@@ -138,7 +155,6 @@ def _general(
         frame=Frame(root=None, along_DJ=along),
         inflation=1.0,
         train_cross_DK=cross_DJ,
-        direction_DK=-along,
         s_train=float((cross_DJ * along).sum()),
         stream_norm=stream_norm,
         num_rows=1,
@@ -147,6 +163,12 @@ def _general(
         notes=("a general block: scored through Jacobian products, the inflation of its pool is not measured",),
         solver=solver,
     )
+
+
+def precision_of(block: nn.Module) -> np.dtype[Any]:
+    """In which numbers measured through a block are kept: double for double, single for all others."""
+    double = next(block.parameters()).dtype == torch.float64
+    return np.dtype(np.float64 if double else np.float32)
 
 
 def _notes(*, rank: int, num_features: int, num_pool: int, ridge: float) -> tuple[str, ...]:

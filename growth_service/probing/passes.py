@@ -49,6 +49,7 @@ class Pass:
         reduction: What the loss does over samples.
         progress: Told after each batch.
         sizes_every: Measure ||h(z)|| / ||z|| of the network's own blocks on every so many samples. None: not.
+        copying: Whether the network is known to write into its streams; where it does, it is found out.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Pass:
         reduction: Reduction = "sum",
         progress: Progress | None = None,
         sizes_every: int | None = None,
+        copying: bool = False,
     ) -> None:
         self.model, self.candidates, self._loss, self._reduction = model, candidates, loss, reduction
         self._paths = list(dict.fromkeys(c.path for c in candidates))
@@ -68,6 +70,9 @@ class Pass:
         shared = [f"{c.shared}.{c.block.tap}" for c in candidates if c.shared is not None]
         self._listened = tuple(dict.fromkeys([*besides, *shared]))
         self._progress, self._sizes_every, self._first = progress, sizes_every, 0
+        self._between_sites = bool(sizes_every) and not blocks_of(model)
+        self._reading = frozenset(c.path for c in candidates if self._between_sites or c.kind != "depth")
+        self.copying = copying
         self.ratios: dict[str, tuple[float, float]] = {}
         self.loss_sum = 0.0
         self.num_samples = 0
@@ -77,7 +82,14 @@ class Pass:
 
         What candidates see is made one by one, as it is asked for: only one candidate's features live at a time.
         """
-        taps = Taps(self.model, self._paths, with_gradient=self._loss is not None, beside=self._listened)
+        taps = Taps(
+            self.model,
+            self._paths,
+            with_gradient=self._loss is not None,
+            beside=self._listened,
+            reading=self._reading,
+            copying=self.copying,
+        )
         blocks = [c.block for c in self.candidates]
         looking = untouched(self.model, with_gradient=self._loss is not None)
         with looking, evaluating(blocks), taps, self._sizes_of_own_blocks():
@@ -95,12 +107,10 @@ class Pass:
 
     def _forward_backward(self, batch: Any, taps: Taps) -> tuple[int, dict[str, Tensor]]:
         if self._loss is None:
-            run_model(self.model, batch)
-            taps.check()
+            self._run(batch, taps)
             return taps.stream[self._paths[0]].shape[0], {}
         inputs, targets = batch
-        outputs = run_model(self.model, inputs)
-        taps.check()
+        outputs = self._run(inputs, taps)
         total = sum_loss(self._loss, outputs, targets, reduction=self._reduction)
         value = float(total.detach().double())
         if not math.isfinite(value):
@@ -109,6 +119,18 @@ class Pass:
             )
         self.loss_sum += value
         return len(targets), stream_gradients(total, taps, self._paths)
+
+    def _run(self, inputs: Any, taps: Taps) -> Any:
+        """Outputs of a forward pass; a network that writes into its streams runs again, on copies of them."""
+        ratios = dict(self.ratios)
+        outputs = run_model(self.model, inputs)
+        taps.check()
+        if not taps.overwritten:
+            return outputs
+        taps.copying = self.copying = True
+        self.ratios = ratios
+        taps.clear()
+        return run_model(self.model, inputs)
 
     def _see(self, index: int, taps: Taps, gradients: dict[str, Tensor]) -> "Seen":
         candidate = self.candidates[index]
@@ -136,7 +158,6 @@ class Pass:
         """Measure ||h(z)|| / ||z|| of the network's own blocks."""
         own = blocks_of(self.model) if self._sizes_every else {}
         handles = [m.register_forward_hook(self._ratio_hook(path)) for path, m in own.items()]
-        self._between_sites = bool(self._sizes_every) and not handles
         try:
             yield
         finally:
@@ -234,6 +255,14 @@ def square_sum(values: Tensor) -> float:
     """Sum of squares."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     return float(torch.linalg.vector_norm(values, dtype=dtype).double().square())
+
+
+def as_measured(tensor: Tensor) -> FloatArray:
+    """On the host: single and double precision as they are (no copy), half precision as double."""
+    if tensor.dtype not in (torch.float32, torch.float64):
+        return to_array(tensor)
+    array: FloatArray = tensor.detach().cpu().numpy()
+    return array
 
 
 def to_array(tensor: Tensor) -> FloatArray:

@@ -13,7 +13,7 @@ from torch import nn
 
 from growth_service.core import certificate as cert
 from growth_service.core.decisions import tolerance_nats
-from growth_service.core.score import covariance_diagnostic
+from growth_service.core.score import GradientMoments, covariance_diagnostic
 from growth_service.errors import UserError
 from growth_service.probing.candidates import Batch, Candidate, Loss, Reduction, evaluating, is_projected
 from growth_service.probing.certify import Look, certify
@@ -24,8 +24,9 @@ from growth_service.probing.frames import Geometry, geometry
 from growth_service.probing.overlap import shared_samples
 from growth_service.probing.passes import Pass
 from growth_service.probing.report import SaturationReport
+from growth_service.probing.rows import Rows
 from growth_service.probing.samples import Counted, added_up, counted, in_lanes
-from growth_service.probing.sums import Rows, Sums, check_finite
+from growth_service.probing.sums import Sums, check_finite
 
 Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 """Applies a function to items and returns results in their order; may spread them over ranks."""
@@ -126,7 +127,8 @@ class Prepared:
             verdict=cert.network_verdict([r.verdict for r in reports]),
             best=max(useful, key=lambda r: r.gain_per_flop) if useful else None,
             covariance={
-                c.path: covariance_diagnostic(s.covariance) for c, s in zip(self.candidates, rows.sites, strict=True)
+                c.path: covariance_diagnostic(GradientMoments.of(s.gradients_BD.astype(np.float64)))
+                for c, s in zip(self.candidates, rows.sites, strict=True)
             },
             loss_nats=loss_nats,
             loss_train_nats=self.loss_train,
@@ -253,19 +255,18 @@ def prepare(
     assert pool_sums is not None
     num_train = train.num if train is not None else 0
     with evaluating([c.block for c in chosen]):
-        geometries = [
-            geometry(
+        crosses = [s.cross_DJ for s in (train_sums or pool_sums).sites]
+        geometries: list[Geometry] = []
+        for candidate in reversed(chosen):  # second moments are dropped one by one, as soon as they are inverted
+            found = geometry(
                 candidate,
-                pool_sums.sites[i],
+                pool_sums.sites.pop(),
                 num_pool=pool_sums.num_samples,
-                train_cross_DJ=(
-                    train_sums.sites[i].cross_DJ / num_train if train_sums else pool_sums.sites[i].cross_DJ
-                ),
+                train_cross_DJ=crosses.pop() / max(num_train, 1),
                 ridge=ridge,
                 seed=seed,
             )
-            for i, candidate in enumerate(chosen)
-        ]
+            geometries.insert(0, found)
         cost = cost_of(model, chosen, example, loss=loss, reduction=reduction, with_pool=pooled is not None)
     return Prepared(
         model=model,

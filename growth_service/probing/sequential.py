@@ -12,8 +12,8 @@ from growth_service.core.confidence import spend
 from growth_service.errors import UserError
 from growth_service.probing.prepare import MAX_CHUNKS, Prepared
 from growth_service.probing.report import PastLook, SaturationReport
+from growth_service.probing.rows import Rows
 from growth_service.probing.samples import Counted, Taker
-from growth_service.probing.sums import Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

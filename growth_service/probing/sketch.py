@@ -40,6 +40,8 @@ class Sketch:
         self._signs: Tensor | None = None
         self._bucket: Tensor | None = None
         self._groups = 0
+        self.is_lossy = False
+        """Whether rows have fewer numbers than whitened cross-gradients."""
         rows, size = shape[0], shape[0] * (shape[1] if root is None else root.shape[-1])
         self.numbers = size
         if root is None:
@@ -47,11 +49,12 @@ class Sketch:
         if root.ndim == 3 or size <= MAX_EXACT:
             self._map = torch.from_numpy(np.ascontiguousarray(root)).to(like)
             return
+        self.is_lossy = True
         kept = min(rows, _MAX_ROWS)
         if kept < rows:
             self._bucket = torch.from_numpy(rng.integers(0, kept, size=rows)).to(like.device)
             self._signs = torch.from_numpy(rng.integers(0, 2, size=(rows, 1)) * 2.0 - 1.0).to(like)
-        self._groups = min(_ROW_GROUPS, kept)
+        self._groups = min(_ROW_GROUPS, kept, max(1, root.shape[1] * kept // MAX_NUMBERS))  # no larger than the root
         self._padded = -(-kept // self._groups) * self._groups
         columns = max(1, MAX_NUMBERS // self._padded)
         signs = rng.integers(0, 2, size=(root.shape[1], self._groups * columns), dtype=np.int8)

@@ -3,17 +3,16 @@
 Sums over batches may be formed on different ranks and combined in a fixed order. Which samples enter
 what is a function of their index alone, so no result depends on how they are batched.
 
-Shape legend: D = rows of a projection, J = features (new ones, then existing ones that are taken off),
-N = chunks of samples, M = numbers kept of one.
+Shape legend: D = rows of a projection, J = features (new ones, then existing ones that are taken off).
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from growth_service.core.score import FloatArray, GradientMoments
+from growth_service.core.score import FloatArray
 from growth_service.errors import UserError
 
 ROWS_PER_FEATURE = 8
@@ -60,7 +59,9 @@ class SiteSums:
     @property
     def sigma(self) -> FloatArray:
         """Second moment of the features, summed over positions, averaged over samples."""
-        return (self.half_a + self.half_b) / max(self.kept_a + self.kept_b, 1)
+        found: FloatArray = np.add(self.half_a, self.half_b, dtype=np.float64)
+        found /= max(self.kept_a + self.kept_b, 1)
+        return found
 
     @property
     def stream_norm(self) -> float:
@@ -68,8 +69,13 @@ class SiteSums:
         return math.sqrt(self.stream_sq / max(self.kept_a + self.kept_b, 1))
 
     def plus(self, other: "SiteSums") -> "SiteSums":
-        """Sums over both."""
-        return SiteSums(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        """Sums over both, in double precision."""
+        arrays = {
+            name: np.add(getattr(self, name), getattr(other, name), dtype=np.float64)
+            for name in ("half_a", "half_b", "cross_DJ")
+        }
+        others = ("kept_a", "kept_b", "stream_sq", "streams")
+        return SiteSums(**arrays, **{name: getattr(self, name) + getattr(other, name) for name in others})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,87 +100,6 @@ class Sums:
             sites=[a.plus(b) for a, b in zip(self.sites, other.sites, strict=True)],
             block_ratio_sq=ratios,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SiteRows:
-    """One row a chunk of held-out samples, for one candidate."""
-
-    rows_NM: FloatArray
-    """Sums of whitened cross-gradients over each chunk, sketched where they are long."""
-    along_N: FloatArray
-    """Sums of their inner products with the whitened training cross-gradient (exact, never sketched)."""
-    cross_DJ: FloatArray
-    """Sum of all cross-gradients, exact."""
-    covariance: GradientMoments
-    """Of the activation gradients (summed over positions) of about 512 samples."""
-    gradient_sq: float
-    """Sum of ||g_i||^2."""
-    gradient_max: float
-    """Largest ||g_i||: AG_max."""
-
-    def plus(self, other: "SiteRows") -> "SiteRows":
-        """Sums over both parts of the samples; the largest of the largest."""
-        return SiteRows(
-            rows_NM=self.rows_NM + other.rows_NM,
-            along_N=self.along_N + other.along_N,
-            cross_DJ=self.cross_DJ + other.cross_DJ,
-            covariance=self.covariance.plus(other.covariance),
-            gradient_sq=self.gradient_sq + other.gradient_sq,
-            gradient_max=max(self.gradient_max, other.gradient_max),
-        )
-
-    def then(self, other: "SiteRows") -> "SiteRows":
-        """These rows, then those of further samples."""
-        both = replace(self, rows_NM=np.zeros_like(other.rows_NM), along_N=np.zeros_like(other.along_N)).plus(other)
-        return replace(
-            both,
-            rows_NM=np.concatenate([self.rows_NM, other.rows_NM]),
-            along_N=np.concatenate([self.along_N, other.along_N]),
-        )
-
-    def merged(self) -> "SiteRows":
-        """Neighbouring rows added up: half as many, each over twice the samples."""
-        starts = np.arange(0, len(self.along_N), 2)
-        return replace(
-            self,
-            rows_NM=np.add.reduceat(self.rows_NM, starts, axis=0),
-            along_N=np.add.reduceat(self.along_N, starts),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
-    """Rows of all candidates for the same chunks."""
-
-    num_samples: int
-    loss_sum: float
-    sites: list[SiteRows]
-
-    def plus(self, other: "Rows") -> "Rows":
-        """Sums over both parts of the samples."""
-        return Rows(
-            num_samples=self.num_samples + other.num_samples,
-            loss_sum=self.loss_sum + other.loss_sum,
-            sites=[a.plus(b) for a, b in zip(self.sites, other.sites, strict=True)],
-        )
-
-    @property
-    def num_rows(self) -> int:
-        """Chunks of samples."""
-        return len(self.sites[0].along_N)
-
-    def then(self, other: "Rows") -> "Rows":
-        """These rows, then those of further samples."""
-        return Rows(
-            num_samples=self.num_samples + other.num_samples,
-            loss_sum=self.loss_sum + other.loss_sum,
-            sites=[a.then(b) for a, b in zip(self.sites, other.sites, strict=True)],
-        )
-
-    def merged(self) -> "Rows":
-        """Neighbouring rows of each candidate added up."""
-        return replace(self, sites=[s.merged() for s in self.sites])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -497,15 +497,6 @@ def covariance(g_ND):
     return covariance_diagnostic(GradientMoments.of(g_ND))
 
 
-@given(SEEDS, st.integers(1, 20), st.integers(1, 20), st.integers(1, 5))
-def test_moments_of_two_parts_add_up_to_those_of_the_whole(seed, one, other, d):
-    g_ND = np.random.default_rng(seed).standard_normal((one + other, d)) + 0.5
-    whole, added = GradientMoments.of(g_ND), GradientMoments.of(g_ND[:one]).plus(GradientMoments.of(g_ND[one:]))
-    assert (whole.num, added.num) == (one + other, one + other)
-    for name in ("first_D", "second_DD", "third_DD", "fourth_DD"):
-        np.testing.assert_allclose(getattr(added, name), getattr(whole, name), rtol=1e-12, atol=1e-12)
-
-
 def test_moments_of_known_gradients():
     found = GradientMoments.of(np.array([[1.0, 2.0], [3.0, -1.0]]))
     np.testing.assert_array_equal(found.first_D, [4.0, 1.0])
