@@ -17,21 +17,33 @@ _HOMES = {
     "widen": "growth_service.growth",
     "rebuild": "growth_service.growth",
     "growth_log": "growth_service.growth",
+    "widen_stream": "growth_service.growth",
+    "remove_block": "growth_service.growth",
+    "remove_units": "growth_service.growth",
+    "follow": "growth_service.growth",
+    "save_network": "growth_service.training.export",
+    "load_network": "growth_service.training.export",
     "load_job": "growth_service.spec",
     "run_job": "growth_service.cli.study",
 }
 
 __all__ = [
     "Looks",
+    "follow",
     "growth_log",
     "insert_block",
     "jumpboard",
     "load_job",
+    "load_network",
     "probe",
     "rebuild",
+    "remove_block",
+    "remove_units",
     "run_job",
+    "save_network",
     "sites",
     "widen",
+    "widen_stream",
 ]
 
 try:

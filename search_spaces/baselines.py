@@ -4,7 +4,16 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from growth_service.core.schedule import AddBlock, AddData, AddUnits, Change, FixedSteps, GrowthSchedule, InitialSize
+from growth_service.core.schedule import (
+    AddBlock,
+    AddChannels,
+    AddData,
+    AddUnits,
+    Change,
+    FixedSteps,
+    GrowthSchedule,
+    InitialSize,
+)
 
 Sizes = tuple[Annotated[int, Ge(0)], ...]
 Share = Annotated[float, Ge(0.001), Le(1)]
@@ -62,10 +71,11 @@ def one_shot_late(
     hidden: Sizes,
     add_blocks: Annotated[int, Ge(0)] = 1,
     add_units: Annotated[int, Ge(0)] = 0,
+    add_channels: Annotated[int, Ge(0)] = 0,
     at_share: Share = 0.6,
     inner: Inner = "copy",
 ) -> GrowthSchedule:
-    """Everything at once, late: new units in every block, then new blocks at the end of each group.
+    """Everything at once, late: new units in every block, channels for every stream, then blocks at each group's end.
 
     Source: single late expansion at about 80 % of training, Bu 2025 (arXiv:2511.04981).
     """
@@ -76,6 +86,8 @@ def one_shot_late(
             for g, num in enumerate(blocks)
             for b in range(num)
         ]
+    if add_channels:
+        changes += [AddChannels(site=f"groups.{g}.entry", channels=add_channels) for g in range(len(blocks))]
     for g in range(len(blocks)):
         changes += [AddBlock(site=end_of_group(g, blocks), inner=inner)] * add_blocks
     stage = min(max(0, round(num_stages * at_share) - 1), num_stages - 2)

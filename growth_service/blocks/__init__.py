@@ -13,7 +13,7 @@ place of a projection).
 from growth_service.blocks.base import Block, Calibrated, block_from_config, copy_of
 from growth_service.blocks.conv import ConvBlock, DepthwiseBlock
 from growth_service.blocks.gates import GatedBranch
-from growth_service.blocks.mlp import GatedMLPBlock, MLPBlock
+from growth_service.blocks.mlp import FeedForwardBlock, GatedMLPBlock, MLPBlock
 from growth_service.blocks.postact import PostActBlock
 from growth_service.blocks.projections import (
     AffineGate,
@@ -24,7 +24,7 @@ from growth_service.blocks.projections import (
     stream_positions,
     tangent_features,
 )
-from growth_service.blocks.transformer import TransformerBlock
+from growth_service.blocks.transformer import HeadsBlock, TransformerBlock
 
 __all__ = [
     "AffineGate",
@@ -33,8 +33,10 @@ __all__ = [
     "ChannelGate",
     "ConvBlock",
     "DepthwiseBlock",
+    "FeedForwardBlock",
     "GatedBranch",
     "GatedMLPBlock",
+    "HeadsBlock",
     "MLPBlock",
     "PostActBlock",
     "ScalarGate",

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from growth_service.blocks.composed import dense_state
 from growth_service.blocks.projections import Projection
 from growth_service.errors import UserError
 
@@ -21,6 +22,15 @@ class Block(nn.Module):
 
     type_name: ClassVar[str]
     project: Projection
+    stream_norms: ClassVar[tuple[str, ...]] = ()
+    """Children that are norms over the channels of the stream."""
+    stream_readers: tuple[str, ...] = ()
+    """Children that read the (normed) stream; none: the stream under such a block cannot be widened."""
+    unit_writers: tuple[str, ...] = ()
+    """Children that write its hidden units; none: single units cannot be removed."""
+    unit_norms: ClassVar[tuple[str, ...]] = ()
+    """Children that are norms over its hidden units."""
+    _config: dict[str, Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -40,9 +50,15 @@ class Block(nn.Module):
         """Features phi of a copy on the same stream, from what the block's tap has seen already."""
         return tapped
 
-    @abstractmethod
     def config(self) -> dict[str, Any]:
         """JSON from which :func:`block_from_config` builds a block of this shape."""
+        return dict(self._config)
+
+    def restate(self, *, width: int = 0, hidden: int = 0, heads: int = 0) -> None:
+        """Keep the configuration true after channels, units or heads were added to (or taken from) its layers."""
+        for name, more in (("width", width), ("hidden", hidden), ("heads", heads), ("kv_heads", heads)):
+            if more and name in self._config:
+                self._config[name] += more
 
     @property
     @abstractmethod
@@ -105,7 +121,7 @@ def copy_of(block: Block, *, generator: torch.Generator) -> Block:
     twin = block_from_config(block.config(), generator=generator)
     twin.to(next(block.parameters()).dtype)
     own = twin.state_dict()
-    inner = {k: v for k, v in block.state_dict().items() if k in own and not k.startswith("project.")}
+    inner = {k: v for k, v in dense_state(block).items() if k in own and not k.startswith("project.")}
     twin.load_state_dict(own | inner)
     return twin
 

@@ -1,6 +1,6 @@
 """Convolution blocks for streams ``[B, D, H, W]``."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ class ConvBlock(Block):
     """
 
     type_name = "conv"
+    stream_norms, stream_readers = ("norm",), ("inner",)
+    unit_writers, unit_norms = ("inner",), ("inner_norm",)
 
     def __init__(
         self,
@@ -66,10 +68,6 @@ class ConvBlock(Block):
         u = self.inner(nn.functional.relu(self.norm(z)))
         return nn.functional.relu(self.inner_norm(u))
 
-    def config(self) -> dict[str, Any]:
-        """Type, width, hidden, group size, bias, and norm and last kernel where they are not the usual."""
-        return dict(self._config)
-
     @property
     def hidden(self) -> int:
         """Inner channels."""
@@ -110,10 +108,6 @@ class DepthwiseBlock(Block):
         """Activated hidden channels. ``[B, hidden, H, W]``."""
         u = self.norm(self.depthwise(z).permute(0, 2, 3, 1))
         return nn.functional.gelu(self.inner(u)).permute(0, 3, 1, 2)
-
-    def config(self) -> dict[str, Any]:
-        """Type, width, hidden, bias."""
-        return dict(self._config)
 
     @property
     def hidden(self) -> int:

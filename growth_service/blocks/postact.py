@@ -1,7 +1,5 @@
 """Post-activation convolution blocks: the layers of the original residual networks, read as branches."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -79,10 +77,6 @@ class PostActBlock(Block):
         if self.reduce is not None and self.reduce_norm is not None:
             z = nn.functional.relu(self.reduce_norm(self.reduce(z)))
         return nn.functional.relu(self.inner_norm(self.inner(z)))
-
-    def config(self) -> dict[str, Any]:
-        """All arguments of the constructor."""
-        return dict(self._config)
 
     @property
     def hidden(self) -> int:

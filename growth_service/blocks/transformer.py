@@ -6,19 +6,81 @@ sequential and the parallel form have the same tangent features.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from growth_service.blocks.base import Block, check_positive, zero
+from growth_service.blocks.mlp import Activation, gated_units
 from growth_service.errors import UserError
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 Normalisation = Literal["layer", "rms"]
 
 
-class TransformerBlock(Block):
+class _Attending(Block):
+    """Attention of some heads, as part of a block."""
+
+    inv_freq: Tensor
+
+    def _make_heads(
+        self,
+        width: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        causal: bool,
+        rotary: float,
+        rotary_base: float,
+        bias: bool,
+    ) -> None:
+        if not 0.0 <= rotary <= 1.0:
+            raise UserError(f"rotary of a transformer block is a share in [0, 1], got {rotary}")
+        self._head_dim, self._causal = head_dim, causal
+        self.query = nn.Linear(width, heads * head_dim, bias=bias)
+        self.key = nn.Linear(width, kv_heads * head_dim, bias=bias)
+        self.value = nn.Linear(width, kv_heads * head_dim, bias=bias)
+        rotated = int(rotary * head_dim) // 2 * 2
+        self.register_buffer("inv_freq", rotary_base ** (-torch.arange(0, rotated, 2).float() / max(rotated, 1)))
+        self.joined = nn.Identity()  # where the outputs of all heads can be listened to
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move and cast everything, but frequencies: at half precision, distant positions turn by a wrong angle."""
+        kept = self.inv_freq
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch
+        if not kept.is_meta:
+            self.inv_freq = kept.to(self.inv_freq.device)
+        return self
+
+    def _attend(self, u: Tensor) -> Tensor:
+        """Concatenated head outputs. ``[B, T, heads * head_dim]``."""
+        batch, length, _ = u.shape
+        heads, kv_heads = self._config["heads"], self._config.get("kv_heads", self._config["heads"])
+        q = self.query(u).view(batch, length, heads, self._head_dim).transpose(1, 2)
+        k = self.key(u).view(batch, length, kv_heads, self._head_dim).transpose(1, 2)
+        v = self.value(u).view(batch, length, kv_heads, self._head_dim).transpose(1, 2)
+        if self.inv_freq.numel():
+            q, k = self._rotate(q), self._rotate(k)
+        if kv_heads != heads:
+            repeats = heads // kv_heads
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self._causal)
+        joined: Tensor = self.joined(out.transpose(1, 2).reshape(batch, length, -1))
+        return joined
+
+    def _rotate(self, heads: Tensor) -> Tensor:
+        """Rotate the first channels of each head by an angle proportional to the position."""
+        half = self.inv_freq.numel()
+        precise = torch.promote_types(heads.dtype, torch.float32)
+        positions = torch.arange(heads.shape[2], device=heads.device, dtype=precise)
+        angle = torch.outer(positions, self.inv_freq.to(precise))
+        cos, sin = angle.cos().to(heads), angle.sin().to(heads)
+        a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+class TransformerBlock(_Attending):
     """Pre-norm attention and feed-forward part, sequential (GPT-2, Llama, ViT) or parallel (GPT-NeoX).
 
     Args:
@@ -42,8 +104,9 @@ class TransformerBlock(Block):
     """
 
     type_name = "transformer"
+    stream_norms = ("attn_norm", "mlp_norm")
+    unit_writers: tuple[str, ...] = ("inner",)
     project: nn.Linear
-    inv_freq: Tensor
 
     def __init__(
         self,
@@ -70,8 +133,6 @@ class TransformerBlock(Block):
         head_dim, kv_heads = head_dim or width // heads, kv_heads or heads
         if heads % kv_heads:
             raise UserError(f"{heads} heads of a transformer block must be a multiple of its {kv_heads} key heads")
-        if not 0.0 <= rotary <= 1.0:
-            raise UserError(f"rotary of a transformer block is a share in [0, 1], got {rotary}")
         self._config = {
             "type": self.type_name,
             "width": width,
@@ -89,28 +150,25 @@ class TransformerBlock(Block):
             "rotary_base": rotary_base,
             "bias": bias,
         }
-        self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
-        self._causal, self._parallel, self._activation = causal, parallel, activation
-        make = nn.LayerNorm if norm == "layer" else nn.RMSNorm
-        self.attn_norm, self.mlp_norm = make(width, eps=norm_eps), make(width, eps=norm_eps)
-        self.query = nn.Linear(width, heads * head_dim, bias=bias)
-        self.key = nn.Linear(width, kv_heads * head_dim, bias=bias)
-        self.value = nn.Linear(width, kv_heads * head_dim, bias=bias)
+        self._parallel, self._activation = parallel, activation
+        self.attn_norm, self.mlp_norm = (_norm(norm, width, eps=norm_eps) for _ in range(2))
+        self._make_heads(
+            width,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            causal=causal,
+            rotary=rotary,
+            rotary_base=rotary_base,
+            bias=bias,
+        )
         self.inner = nn.Linear(width, hidden, bias=bias)
         self.gate = nn.Linear(width, hidden, bias=bias) if gated else None
-        rotated = int(rotary * head_dim) // 2 * 2
-        self.register_buffer("inv_freq", rotary_base ** (-torch.arange(0, rotated, 2).float() / max(rotated, 1)))
-        self.joined = nn.Identity()  # where the outputs of all heads can be listened to
+        if gated:
+            self.unit_writers = ("gate", "inner")
+        self.stream_readers = ("query", "key", "value", *self.unit_writers)
         self.project = nn.Linear(heads * head_dim + hidden, width, bias=bias)
         zero(self.project)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move and cast everything, but frequencies: at half precision, distant positions turn by a wrong angle."""
-        kept = self.inv_freq
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch
-        if not kept.is_meta:
-            self.inv_freq = kept.to(self.inv_freq.device)
-        return self
 
     def features(self, z: Tensor) -> Tensor:
         """Head outputs and feed-forward units, both read from z. ``[B, T, heads * head_dim + hidden]``."""
@@ -129,64 +187,91 @@ class TransformerBlock(Block):
         """The branch: zero at birth. Same shape as ``z``."""
         if self._parallel:
             return super().forward(z)
-        split = self._heads * self._head_dim
+        split = self.query.out_features
         weight = self.project.weight
         attention = nn.functional.linear(self._attend(self.attn_norm(z)), weight[:, :split])
         units = self._units(self.mlp_norm(z + attention))
         return attention + nn.functional.linear(units, weight[:, split:], self.project.bias)
-
-    def config(self) -> dict[str, Any]:
-        """All arguments of the constructor, resolved."""
-        return dict(self._config)
 
     @property
     def hidden(self) -> int:
         """Units of the feed-forward part."""
         return self.inner.out_features
 
-    def _attend(self, u: Tensor) -> Tensor:
-        """Concatenated head outputs. ``[B, T, heads * head_dim]``."""
-        batch, length, _ = u.shape
-        q = self.query(u).view(batch, length, self._heads, self._head_dim).transpose(1, 2)
-        k = self.key(u).view(batch, length, self._kv_heads, self._head_dim).transpose(1, 2)
-        v = self.value(u).view(batch, length, self._kv_heads, self._head_dim).transpose(1, 2)
-        if self.inv_freq.numel():
-            q, k = self._rotate(q), self._rotate(k)
-        if self._kv_heads != self._heads:
-            repeats = self._heads // self._kv_heads
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self._causal)
-        joined: Tensor = self.joined(out.transpose(1, 2).reshape(batch, length, -1))
-        return joined
-
-    def _rotate(self, heads: Tensor) -> Tensor:
-        """Rotate the first channels of each head by an angle proportional to the position."""
-        half = self.inv_freq.numel()
-        precise = torch.promote_types(heads.dtype, torch.float32)
-        positions = torch.arange(heads.shape[2], device=heads.device, dtype=precise)
-        angle = torch.outer(positions, self.inv_freq.to(precise))
-        cos, sin = angle.cos().to(heads), angle.sin().to(heads)
-        a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
-
     def _units(self, u: Tensor) -> Tensor:
         """Activated units of the feed-forward part. ``[B, T, hidden]``."""
-        return (
-            _activate(self.inner(u), self._activation)
-            if self.gate is None
-            else (_activate(self.gate(u), self._activation) * self.inner(u))
+        return gated_units(u, self.inner, self.gate, self._activation)
+
+
+class HeadsBlock(_Attending):
+    """Pre-norm attention heads alone: what a transformer block gets when it is widened by heads.
+
+    Args:
+        width: Channels of the stream.
+        heads: Heads, each with a query, a key and a value.
+        head_dim: Channels of a head.
+        causal: Whether a token sees only itself and those before it.
+        norm: ``layer`` or ``rms``.
+        norm_eps: Of the norm.
+        rotary: Share of each head's channels that are rotated by position.
+        rotary_base: Base of the rotation frequencies.
+        bias: Whether the projection has one.
+    """
+
+    type_name = "heads"
+    stream_norms = ("norm",)
+    stream_readers = ("query", "key", "value")
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_dim: int,
+        *,
+        causal: bool = True,
+        norm: Normalisation = "layer",
+        norm_eps: float = 1e-5,
+        rotary: float = 0.0,
+        rotary_base: float = 10000.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        check_positive(width=width, heads=heads, head_dim=head_dim)
+        self._config = {
+            "type": self.type_name,
+            "width": width,
+            "heads": heads,
+            "head_dim": head_dim,
+            "causal": causal,
+            "norm": norm,
+            "norm_eps": norm_eps,
+            "rotary": rotary,
+            "rotary_base": rotary_base,
+            "bias": bias,
+        }
+        self.norm = _norm(norm, width, eps=norm_eps)
+        self._make_heads(
+            width,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            causal=causal,
+            rotary=rotary,
+            rotary_base=rotary_base,
+            bias=True,
         )
+        self.project = nn.Linear(heads * head_dim, width, bias=bias)
+        zero(self.project)
+
+    def features(self, z: Tensor) -> Tensor:
+        """Head outputs. ``[B, T, heads * head_dim]``."""
+        return self._attend(self.norm(z))
+
+    @property
+    def hidden(self) -> int:
+        """Channels of all heads."""
+        return self.query.out_features
 
 
-def _activate(values: Tensor, kind: Activation) -> Tensor:
-    match kind:
-        case "gelu":
-            return nn.functional.gelu(values)
-        case "gelu_tanh":
-            return nn.functional.gelu(values, approximate="tanh")
-        case "relu":
-            return nn.functional.relu(values)
-        case "silu":
-            return nn.functional.silu(values)
-        case _:
-            raise UserError(f"unknown activation {kind!r}: use gelu, gelu_tanh, relu or silu")
+def _norm(kind: Normalisation, width: int, *, eps: float) -> nn.LayerNorm | nn.RMSNorm:
+    return nn.LayerNorm(width, eps=eps) if kind == "layer" else nn.RMSNorm(width, eps=eps)

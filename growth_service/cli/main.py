@@ -158,6 +158,27 @@ def probe(
     )
 
 
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A trial (study/trial), MLflow run id, or checkpoint.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write to; made if it is not there.")],
+    onnx: Annotated[bool, typer.Option("--onnx", help="Also network.onnx (extra 'onnx').")] = False,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="In ONNX, wider streams as plain matrices (equal to rounding).")
+    ] = False,
+    storage: Storage = DEFAULT_STORAGE,
+    tracking_uri: TrackingUri = None,
+    as_json: AsJson = False,
+) -> None:
+    """The grown network of a run as plain files: weights.safetensors, and recipe.json that rebuilds it. No pickle.
+
+    Example: `growth export digits/joint -o grown --onnx`
+    """
+    from growth_service.cli.export import export_command
+
+    export_command(run, output=output, dense=dense, onnx=onnx, uri=tracking_uri, storage=storage, as_json=as_json)
+
+
 def main() -> None:
     """Entry point: errors become one message and an exit code, never a traceback."""
     sys.exit(guarded(lambda: app(standalone_mode=False)))

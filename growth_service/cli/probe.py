@@ -12,6 +12,7 @@ from rich.text import Text
 
 from dashboards.terminal import advice_text, certificate_table
 from growth_service.cli.console import emit_json, out
+from growth_service.cli.runs import checkpoint_folder
 from growth_service.core.units import parse_quantity
 from growth_service.errors import UserError
 
@@ -72,7 +73,7 @@ def probe_command(
             raise UserError(
                 f"{given[0]} goes with {', '.join(SCHEMES)} models: {model!r} is a run of a study, which has its own"
             )
-        folder = _checkpoint_folder(model, uri=uri, storage=storage)
+        folder = checkpoint_folder(model, uri=uri, storage=storage)
         from growth_service.training.probe_checkpoint import probe_checkpoint
 
         report = probe_checkpoint(folder, tolerance=nats, samples=samples, level=level, seed=seed)
@@ -163,32 +164,6 @@ def _move(inputs: Any, device: str) -> Any:
     if isinstance(inputs, dict):
         return {k: v.to(device) for k, v in inputs.items()}
     return inputs.to(device)
-
-
-def _checkpoint_folder(model: str, *, uri: str | None, storage: Path) -> Path:
-    """The newest checkpoint that MODEL means: a folder, study/trial in the storage, or a run in MLflow."""
-    from growth_service.training.layout import stage_folders
-
-    direct = Path(model)
-    if (direct / "manifest.json").is_file():
-        return direct
-    study, _, trial = model.partition("/")
-    for folder in (direct, storage.expanduser() / study / "trials" / trial if trial else None):
-        if folder is not None and (folder / "stages").is_dir():
-            found = next(stage_folders(folder / "stages"), None)
-            if found is not None:
-                return found
-    from growth_service.cli.study import default_uri
-    from growth_service.tracking.mlflow_reader import find_run
-
-    run = find_run(uri or default_uri(storage), model)
-    found = next(stage_folders(Path(run.storage) / "stages"), None) if run.storage else None
-    if found is None:
-        raise UserError(
-            f"run {model!r} is in MLflow, but its checkpoints are not on this machine "
-            f"({run.storage or 'no folder noted'}): run the probe where the study's storage is"
-        )
-    return found
 
 
 def _draw(report: dict[str, Any], path: Path, *, title: str) -> None:

@@ -8,14 +8,17 @@ from typing import Any, Literal
 class Receipt:
     """One change to a live network. A growth log is the ordered list of these."""
 
-    kind: Literal["insert", "widen", "jumpboard"]
-    """``insert`` and ``widen`` keep the function; ``jumpboard`` changes it on purpose."""
+    kind: Literal["insert", "widen", "stream", "remove", "shrink", "jumpboard"]
+    """``insert``, ``widen`` (units or heads of a block) and ``stream`` (channels) keep the function, the last to
+    rounding; ``remove`` (a block) and ``shrink`` (units or heads) may change it, ``jumpboard`` does so on purpose."""
     path: str
-    """Path of the new (or, for a jumpboard, the moved) block, for example ``stem.grown.0``."""
+    """Path of the block that is new, gone, smaller or moved, for example ``stem.grown.0``; of the group whose stream
+    got wider."""
     block: dict[str, Any]
-    """Configuration of the block, enough to build it again."""
+    """Configuration of the block, enough to build it again; of a stream its new ``channels``; of a block that shrank
+    the ``units`` and ``heads`` that are gone."""
     parameters: tuple[str, ...]
-    """Names of the parameters that are new (or, for a jumpboard, that moved)."""
+    """Names of the parameters that are new, gone, smaller or moved."""
     parameters_added: int
     output_change: float | None
     """Largest absolute change of any output seen on the check batch; None: not checked."""

@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 from growth_service.errors import UserError
 
-Axis = Literal["depth", "width", "data"]
+Axis = Literal["depth", "width", "stream", "data"]
+"""What may grow: blocks, hidden units of blocks, channels of the residual stream, training samples."""
+MEASURED_AXES: tuple[Axis, ...] = ("depth", "width", "data")
+"""Axes on which a probe has candidates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +53,20 @@ class AddData:
         return f"data@{self.share:.2f}"
 
 
-Change = AddBlock | AddUnits | AddData
-_CHANGES: dict[Axis, type[Change]] = {"depth": AddBlock, "width": AddUnits, "data": AddData}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddChannels:
+    """Width of the residual stream: add ``channels`` to the stream that passes through ``site``."""
+
+    site: str
+    channels: int
+
+    def __str__(self) -> str:
+        """``stream@groups.0.entry+16``."""
+        return f"stream@{self.site}+{self.channels}"
+
+
+Change = AddBlock | AddUnits | AddChannels | AddData
+_CHANGES: dict[Axis, type[Change]] = {"depth": AddBlock, "width": AddUnits, "stream": AddChannels, "data": AddData}
 
 
 def axis_of(change: Change) -> Axis:
@@ -111,7 +126,11 @@ class FixedSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SignalGuided:
-    """Certificates decide: grow where a gain is certain and transfers, stop where none is left."""
+    """Certificates decide: grow where a gain is certain and transfers, stop where none is left.
+
+    Raises:
+        UserError: If an axis is not measured by a probe.
+    """
 
     axes: tuple[Axis, ...] = ("depth", "width", "data")
     """Axes that may grow."""
@@ -127,6 +146,14 @@ class SignalGuided:
     """Inner weights of a candidate block, as in :class:`AddBlock`."""
     jumpboard: bool = True
     """Line-search one step along the projected direction at each depth step."""
+
+    def __post_init__(self) -> None:
+        for axis in self.axes:
+            if axis not in MEASURED_AXES:
+                raise UserError(
+                    f"axis {axis!r} cannot be guided by the signal: a probe has candidates for "
+                    f"{', '.join(MEASURED_AXES)}; take such steps from a fixed schedule"
+                )
 
 
 Policy = FixedSteps | SignalGuided

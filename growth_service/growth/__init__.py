@@ -1,6 +1,24 @@
-"""Changes to a live network: exact insertion and widening, the optimiser's part, the log."""
+"""Changes to a live network: depth, width, removal, the optimiser's part, the log."""
 
-from growth_service.growth.surgery import growth_log, insert_block, rebuild, widen
+from growth_service.growth.insert import insert_block, record_jumpboard
+from growth_service.growth.log import growth_log
+from growth_service.growth.remove import remove_block, remove_units
+from growth_service.growth.replay import follow, rebuild
+from growth_service.growth.stream import widen_stream
 from growth_service.growth.transplant import adopt
+from growth_service.growth.widen import new_heads, new_units, widen
 
-__all__ = ["adopt", "growth_log", "insert_block", "rebuild", "widen"]
+__all__ = [
+    "adopt",
+    "follow",
+    "growth_log",
+    "insert_block",
+    "new_heads",
+    "new_units",
+    "rebuild",
+    "record_jumpboard",
+    "remove_block",
+    "remove_units",
+    "widen",
+    "widen_stream",
+]

@@ -1,8 +1,11 @@
 """The optimiser after a grow step: old state untouched, new parameters with a state of their own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
+
+Optimizers = optim.Optimizer | Sequence[optim.Optimizer]
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float) -> list[dict[str, object]]:
@@ -13,21 +16,71 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], *, weight_decay:
     return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
 
 
-def adopt(optimizer: optim.Optimizer, named_new: dict[str, nn.Parameter]) -> None:
+def adopt(optimizer: Optimizers, named_new: dict[str, nn.Parameter], *, model: nn.Module | None = None) -> None:
     """Let an optimiser train new parameters without touching what it knows of the old ones.
 
-    New parameters join the group of their kind (matrices: the first group, vectors: the last),
-    so they share its learning rate. Their state is made at their first step, with a step count
-    of their own: the zero state under which the saturation boundary is proved. (Padding an old
-    tensor would inherit its step count and blow up Adam's first updates.)
+    A new parameter joins the group of its nearest relative: of the trained parameters of its kind (matrices, or
+    vectors), the one with the longest common path. So it shares that one's learning rate, decay and, where several
+    optimisers divide the network between them, its optimiser. Without a relative of its kind it joins the group of
+    any. Schedulers go on, since no group is added. The new state is made at the parameter's first step, with a step
+    count of its own: the zero state under which the saturation boundary is proved. (Padding an old tensor would
+    inherit its step count and blow up Adam's first updates.)
 
     Args:
-        optimizer: Any torch optimiser; its groups may or may not carry parameter names.
+        optimizer: Any torch optimiser, or several; groups may or may not carry parameter names.
         named_new: New parameters by name, as in a receipt.
+        model: The network, for the names of its parameters; None: names in the groups, if any.
     """
-    groups = optimizer.param_groups
+    names = {p: n for n, p in model.named_parameters()} if model is not None else {}
+    groups = [g for o in _all(optimizer) for g in o.param_groups]
+    for group in groups:
+        names |= dict(zip(group["params"], group.get("param_names", ()), strict=False))
+    known = [(names.get(p, ""), p, group) for group in groups for p in group["params"]]
+    taken = {p for _, p, _ in known}
     for name, parameter in named_new.items():
-        group = groups[0] if parameter.ndim > 1 else groups[-1]
+        if parameter in taken:
+            continue
+        parameter.requires_grad_(True)
+        group = _group_of_nearest(name, parameter, known)
         group["params"].append(parameter)
         if "param_names" in group:
             group["param_names"].append(name)
+
+
+def forget(optimizer: Optimizers, gone: Iterable[nn.Parameter]) -> None:
+    """Take parameters and their state out of an optimiser."""
+    gone = set(gone)
+    for one in _all(optimizer):
+        for group in one.param_groups:
+            kept = [i for i, p in enumerate(group["params"]) if p not in gone]
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][i] for i in kept]
+            group["params"] = [group["params"][i] for i in kept]
+        for parameter in gone:
+            one.state.pop(parameter, None)
+
+
+def keep_entries(optimizer: Optimizers, parameter: nn.Parameter, *, axis: int, keep: Tensor, size: int) -> None:
+    """Cut the state of a parameter that lost entries along an axis; factored states lose them where they have them."""
+    for one in _all(optimizer):
+        state: dict[str, Any] = one.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim > axis and value.shape[axis] == size:
+                state[key] = value.index_select(axis, keep.to(value.device))
+
+
+def _all(optimizer: Optimizers) -> list[optim.Optimizer]:
+    return [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer)
+
+
+def _group_of_nearest(
+    name: str, parameter: nn.Parameter, known: list[tuple[str, nn.Parameter, dict[str, Any]]]
+) -> dict[str, Any]:
+    """Group of the parameter of the same kind whose path has most in common with ``name``; the first of equals."""
+    alike = [k for k in known if (k[1].ndim > 1) == (parameter.ndim > 1)] or known
+
+    def common(other: tuple[str, nn.Parameter, dict[str, Any]]) -> int:
+        pairs = zip(name.split("."), other[0].split("."), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(name.count("."), other[0].count(".")) + 1)
+
+    return max(alike, key=common)[2]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from growth_service.core.schedule import AddBlock, AddUnits, FixedSteps, GrowthSchedule, SignalGuided
+from growth_service.core.schedule import AddBlock, AddChannels, AddUnits, FixedSteps, GrowthSchedule, SignalGuided
 from growth_service.core.streams import stream_seed
 from growth_service.core.units import format_flops
 from growth_service.errors import UserError
@@ -15,7 +15,7 @@ from growth_service.models import Family, build
 from growth_service.spec import JobSpec, ScheduleEntry
 from growth_service.training.config import TrialConfig
 from growth_service.training.datasets import subset_size
-from growth_service.training.growing import candidates, new_block, new_branch
+from growth_service.training.growing import add_channels, candidates, new_block, new_branch
 from growth_service.training.ranks import Ranks
 from growth_service.training.stage_loop import StageLoop
 from search_spaces import listed_schedules, resolve
@@ -123,6 +123,8 @@ def _rehearse(model: Family, schedule: GrowthSchedule) -> None:
                     elif isinstance(change, AddUnits):
                         branch = new_branch(model, change, stage=stage, seed=0)
                         widen(model, site=change.block, units=branch, generator=generator)
+                    elif isinstance(change, AddChannels):
+                        add_channels(model, change, stage=stage, seed=0)
 
 
 def fresh_loop(job: JobSpec, trial: PlannedTrial, *, data: dict[str, Any], folder: Path) -> StageLoop:

@@ -4,10 +4,8 @@ A checkpoint is a folder; its ``manifest.json`` is written last and holds the sh
 other file, so a checkpoint is complete and undamaged or it is not used.
 """
 
-import hashlib
 import json
 import logging
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +20,12 @@ from growth_service.core.receipts import Receipt
 from growth_service.errors import CheckpointError, GrowthError
 from growth_service.growth import growth_log, rebuild
 from growth_service.models import build
+from growth_service.training.files import sha256_of, write_json
 from growth_service.training.layout import stage_folders
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Written. 2 knows wider streams and removals; a log of 1 is one of 2 that has none."""
+_READABLE = (1, 2)
 _FILES = ("weights.safetensors", "optimizer.safetensors", "streams.json", "history.json")
 _MANIFEST: dict[str, type] = {"base": dict, "growth_log": list, "sha256": dict}
 logger = logging.getLogger(__name__)
@@ -55,15 +56,15 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     save_file(
         {k: v.detach().contiguous() for k, v in checkpoint.optimizer_state.items()}, partial / "optimizer.safetensors"
     )
-    _write_json(partial / "streams.json", checkpoint.streams)
-    _write_json(partial / "history.json", checkpoint.history)
+    write_json(partial / "streams.json", checkpoint.streams)
+    write_json(partial / "history.json", checkpoint.history)
     manifest = {
         "format_version": FORMAT_VERSION,
         "base": checkpoint.base,
         "growth_log": [r.to_dict() for r in growth_log(checkpoint.model)],
-        "sha256": {p.name: _sha256(p) for p in sorted(partial.iterdir())},
+        "sha256": {p.name: sha256_of(p) for p in sorted(partial.iterdir())},
     }
-    _write_json(partial / "manifest.json", manifest)
+    write_json(partial / "manifest.json", manifest)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
 
@@ -83,14 +84,15 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{folder / 'manifest.json'} is damaged: use the checkpoint before it")
     version = manifest.get("format_version")
-    if version != FORMAT_VERSION:
+    if version not in _READABLE:
+        known = ", ".join(map(str, _READABLE))
         raise CheckpointError(
-            f"{folder} has checkpoint format {version!r}, this version reads {FORMAT_VERSION}: update growth-service"
+            f"{folder} has checkpoint format {version!r}, this version reads {known}: update growth-service"
         )
     if not all(isinstance(manifest.get(key), kind) for key, kind in _MANIFEST.items()):
         raise CheckpointError(f"{folder / 'manifest.json'} lacks one of {', '.join(_MANIFEST)}: use the one before it")
     for name in (*_FILES, *manifest["sha256"]):
-        if not (folder / name).is_file() or _sha256(folder / name) != manifest["sha256"].get(name):
+        if not (folder / name).is_file() or sha256_of(folder / name) != manifest["sha256"].get(name):
             raise CheckpointError(
                 f"{folder / name} is damaged or missing (its sha256 differs): use the checkpoint before it"
             )
@@ -140,14 +142,3 @@ def restore_optimizer(optimizer: optim.Optimizer, model: nn.Module, tensors: dic
         if name not in parameters:
             raise CheckpointError(f"optimiser state for {name!r} has no parameter in the network")
         optimizer.state[parameters[name]][entry] = value.clone()
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _write_json(path: Path, value: Any) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())

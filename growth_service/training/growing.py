@@ -11,11 +11,10 @@ from torch import Tensor, nn, optim
 
 from growth_service.blocks import Block, set_projection
 from growth_service.core.receipts import Receipt
-from growth_service.core.schedule import AddBlock, AddData, AddUnits, Change, SignalGuided
+from growth_service.core.schedule import AddBlock, AddChannels, AddData, AddUnits, Change, SignalGuided
 from growth_service.core.streams import stream_seed
 from growth_service.errors import SiteError
-from growth_service.growth import insert_block, widen
-from growth_service.growth.surgery import new_units, record_jumpboard
+from growth_service.growth import insert_block, new_units, record_jumpboard, widen, widen_stream
 from growth_service.models import default_block, resolve, sites
 from growth_service.models.flops import FlopCounter
 from growth_service.models.sites import blocks_of, reader
@@ -70,6 +69,27 @@ def new_branch(model: nn.Module, change: AddUnits, *, stage: int, seed: int) -> 
         raise SiteError(f"{change.block!r} is no block of this network: use one of {known}")
     generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", stage, "width", change.block))
     return new_units(host, units=change.units, generator=generator)
+
+
+def add_channels(
+    model: nn.Module,
+    change: AddChannels,
+    *,
+    stage: int,
+    seed: int,
+    optimizer: optim.Optimizer | None = None,
+    check: Tensor | None = None,
+) -> Receipt:
+    """Widen a stream, with new weights from the trial's seed."""
+    generator = torch.Generator().manual_seed(stream_seed(seed, "channels", stage, change.site))
+    return widen_stream(
+        model,
+        site=change.site,
+        channels=change.channels,
+        generator=generator,
+        optimizer=optimizer,
+        check_batch=check,
+    )
 
 
 @dataclass(kw_only=True)
@@ -135,6 +155,13 @@ def take_step(
                         generator=torch.Generator(),
                         optimizer=optimizer,
                         check_batch=check,
+                    )
+                taken.receipts.append(receipt)
+                taken.flops += counter.flops
+            case AddChannels():
+                with FlopCounter() as counter:
+                    receipt = add_channels(
+                        model, change, stage=decided_after, seed=seed, optimizer=optimizer, check=check
                     )
                 taken.receipts.append(receipt)
                 taken.flops += counter.flops

@@ -41,8 +41,7 @@ from torch_helpers import (
 )
 
 from growth_service.blocks import MLPBlock, block_from_config, set_projection
-from growth_service.growth import insert_block, widen
-from growth_service.growth.surgery import new_units
+from growth_service.growth import insert_block, new_units, widen
 from growth_service.models import default_block_config, sites
 from growth_service.models.flops import counted, flops_per_sample
 from growth_service.probing import Candidate, jumpboard, probe

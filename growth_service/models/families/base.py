@@ -14,10 +14,13 @@ class Residual(nn.Module):
 
     def __init__(self, branch: Block) -> None:
         super().__init__()
-        self.branch = branch
+        self.branch: Block | None = branch
+        """None once it was removed: the stream passes."""
 
     def forward(self, z: Tensor) -> Tensor:
         """The stream after this block; same shape."""
+        if self.branch is None:
+            return z
         delta: Tensor = self.branch(z)
         return z + delta
 

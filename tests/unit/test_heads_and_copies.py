@@ -1,0 +1,253 @@
+"""Attention heads, averages that follow, optimisers that share a network, baselines that do not preserve."""
+
+import copy
+
+import pytest
+import torch
+from test_stream_width import inputs_of, loss_of, named, network, train
+from torch import nn, optim
+from torch.optim.swa_utils import AveragedModel
+from torch_helpers import assert_untouched, fingerprint, generator
+
+from growth_service.blocks import MLPBlock, TransformerBlock, block_from_config
+from growth_service.errors import SiteError, UserError
+from growth_service.growth import (
+    follow,
+    growth_log,
+    insert_block,
+    rebuild,
+    remove_block,
+    remove_units,
+    widen,
+    widen_stream,
+)
+from growth_service.growth.transplant import adopt
+from growth_service.models import build
+
+BRANCH = "groups.0.blocks.0.branch"
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["gpt", "gpt-rotary-rms"])
+def test_new_heads_change_no_output_and_no_old_gradient(name, training):
+    model, x = network(name).train(training), inputs_of(name)
+    before = model(x)
+    old = torch.autograd.grad(loss_of(model, name), list(model.parameters()))
+    names = list(named(model))
+    receipt = widen(model, site=BRANCH, heads=3, generator=generator(), check_batch=x)
+    assert receipt.output_change == 0.0
+    assert torch.equal(model(x), before)
+    after = torch.autograd.grad(loss_of(model, name), [named(model)[n] for n in names])
+    assert all(torch.equal(a, b) for a, b in zip(after, old, strict=True))
+    assert receipt.block["type"] == "heads"
+    assert (receipt.block["heads"], receipt.block["head_dim"]) == (3, 4)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt-rotary-rms"])
+def test_heads_that_copy_the_old_ones_compute_what_they_do(name):
+    """With the host's own matrices in the branch, a host without heads of its own would be the same."""
+    model = network(name)
+    host = model.get_submodule(BRANCH)
+    widen(model, site=BRANCH, heads=2, generator=generator())
+    branch = host.widened["0"]
+    for part in ("query", "key", "value"):
+        branch.get_submodule(part).load_state_dict(host.get_submodule(part).state_dict())
+    z = torch.randn(3, 7, 8, generator=generator(1))
+    torch.testing.assert_close(branch.features(z), host.features(z)[..., :8])
+
+
+def test_new_units_of_a_transformer_block_read_the_stream_through_its_second_norm():
+    model = network("gpt")
+    host = model.get_submodule(BRANCH)
+    widen(model, site=BRANCH, units=12, generator=generator())
+    branch = host.widened["0"]
+    branch.inner.load_state_dict(host.inner.state_dict())
+    z = torch.randn(3, 7, 8, generator=generator(1))
+    torch.testing.assert_close(branch.features(z), host.features(z)[..., 8:])
+
+
+def test_gated_units_are_added_to_a_gated_block():
+    model = network("gpt-rotary-rms")
+    block = TransformerBlock(8, 2, 6, gated=True, activation="silu", norm="rms", bias=False)
+    path = insert_block(model, site="groups.0.entry", block=block, generator=generator()).path
+    receipt = widen(model, site=path, units=5, generator=generator(), check_batch=inputs_of("gpt-rotary-rms"))
+    assert (receipt.output_change, receipt.block["gated"], receipt.block["activation"]) == (0.0, True, "silu")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [({"heads": 2}, "no attention heads"), ({}, "one of the two"), ({"units": 2, "heads": 2}, "one of the two")],
+)
+def test_heads_are_refused_where_there_are_none(kwargs, text):
+    model = network("mlp")
+    before = fingerprint(model)
+    with pytest.raises(UserError, match=text):
+        widen(model, site=BRANCH, generator=generator(), **kwargs)
+    assert_untouched(model, before)
+
+
+# --- copies that follow ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [copy.deepcopy, AveragedModel])
+@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt"])
+def test_an_average_takes_the_steps_that_its_network_took(name, wrap):
+    model, x = network(name), inputs_of(name)
+    average = wrap(model)
+    inner = average.module if wrap is AveragedModel else average
+    with torch.no_grad():
+        for p in inner.parameters():
+            p.mul_(0.9)
+    before = inner(x).detach()
+    insert_block(model, site="groups.0.entry", generator=generator(1))
+    widen(model, site=BRANCH, units=4, generator=generator(2))
+    follow(average, model)
+    assert torch.equal(inner(x), before)
+    widen_stream(model, site="groups.0.entry", channels=4, generator=generator(3))
+    remove_units(model, site=BRANCH, units=[0, 1])
+    taken = follow(average, model)
+    assert [r.kind for r in taken] == ["stream", "shrink"]
+    assert growth_log(inner) == growth_log(model)
+    assert [(n, p.shape) for n, p in inner.named_parameters()] == [(n, p.shape) for n, p in model.named_parameters()]
+    new = [n for r in growth_log(model)[:2] for n in r.parameters if "grown" in n or "widened" in n]
+    assert all(torch.equal(named(inner)[n], named(model)[n]) for n in new if n in named(inner))
+    if wrap is AveragedModel:
+        average.update_parameters(model)
+
+
+def test_a_copy_that_has_grown_in_another_way_is_refused():
+    model = network("mlp")
+    other = copy.deepcopy(model)
+    insert_block(model, site="groups.0.entry", generator=generator())
+    insert_block(other, site="groups.0.blocks.1", generator=generator())
+    with pytest.raises(UserError, match="not the first of the network's 1"):
+        follow(other, model)
+
+
+# --- optimisers -----------------------------------------------------------------------------------
+
+
+def test_a_new_parameter_joins_the_group_of_its_nearest_relative():
+    model = network("mlp")
+    first = [p for n, p in model.named_parameters() if n.startswith("groups.0.blocks.1")]
+    rest = [p for p in model.parameters() if all(p is not q for q in first)]
+    optimizer = optim.AdamW([{"params": rest, "lr": 1e-2}, {"params": first, "lr": 1e-4}])
+    near = insert_block(model, site="groups.0.blocks.1", generator=generator(), optimizer=optimizer)
+    far = insert_block(model, site="groups.0.blocks.0", generator=generator(), optimizer=optimizer)
+    groups = [{id(p) for p in g["params"]} for g in optimizer.param_groups]
+    assert all(id(named(model)[n]) in groups[1] for n in near.parameters)
+    assert all(id(named(model)[n]) in groups[0] for n in far.parameters)
+
+
+def test_two_optimisers_share_a_network_as_muon_and_adamw_do():
+    model, name = network("gpt"), "gpt"
+    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "blocks" in n]
+    rest = [p for p in model.parameters() if all(p is not q for q in hidden)]
+    muon, adamw = optim.Muon(hidden, lr=1e-2), optim.AdamW(rest, lr=1e-3)
+
+    def step():
+        for one in (muon, adamw):
+            one.zero_grad()
+        loss_of(model, name).backward()
+        for one in (muon, adamw):
+            one.step()
+
+    step()
+    known = {n: copy.deepcopy({**muon.state, **adamw.state}[p]) for n, p in named(model).items()}
+    path = insert_block(model, site="groups.0.blocks.0", generator=generator(), optimizer=[muon, adamw]).path
+    new = {n: p for n, p in named(model).items() if n.startswith(path)}
+    in_muon = {id(p) for g in muon.param_groups for p in g["params"]}
+    assert all((id(p) in in_muon) == (p.ndim == 2) for p in new.values())
+    states = {**muon.state, **adamw.state}
+    assert all(torch.equal(states[named(model)[n]][k], v) for n, old in known.items() for k, v in old.items())
+    step()
+    remove_block(model, block=path, optimizer=[muon, adamw])
+    both = [p for one in (muon, adamw) for g in one.param_groups for p in g["params"]]
+    assert len(both) == len(list(model.parameters()))
+    step()
+
+
+@pytest.mark.parametrize("variant", [{"foreach": True}, {"fused": True}])
+def test_foreach_and_fused_optimisers_go_on(variant):
+    model = network("mlp")
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, **variant)
+    scheduler = optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    train(model, "mlp", optimizer, 3)
+    old = {n: optimizer.state[p]["exp_avg"].clone() for n, p in named(model).items()}
+    receipt = insert_block(model, site="groups.0.entry", generator=generator(), optimizer=optimizer)
+    assert all(torch.equal(optimizer.state[named(model)[n]]["exp_avg"], v) for n, v in old.items())
+    train(model, "mlp", optimizer, 1)
+    scheduler.step()
+    assert all(float(optimizer.state[named(model)[n]]["step"]) == 1 for n in receipt.parameters)
+    assert all(float(optimizer.state[named(model)[n]]["step"]) == 4 for n in old)
+
+
+def test_a_gradient_scaler_goes_on():
+    model = network("mlp")
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for grow in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, "mlp")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if grow:
+            insert_block(model, site="groups.0.entry", generator=generator(), optimizer=optimizer)
+    assert model.groups[0].entry.grown["0"].project.weight.abs().max() > 0
+
+
+def test_a_parameter_is_adopted_once():
+    model = network("mlp")
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    adopt(optimizer, named(model), model=model)
+    assert len(optimizer.param_groups[0]["params"]) == len(named(model))
+
+
+# --- baselines, refusals --------------------------------------------------------------------------
+
+
+def test_a_baseline_that_does_not_preserve_says_how_much_it_changed():
+    """Stacking: a whole copy of a block, its last layer too."""
+    model, x = network("mlp"), inputs_of("mlp")
+    before = model(x).detach()
+    block = copy.deepcopy(model.get_submodule(BRANCH))
+    with pytest.raises(UserError, match="not zero"):
+        insert_block(model, site="groups.0.blocks.0", block=block, generator=generator(), check_batch=x)
+    with pytest.raises(UserError, match="check_batch"):
+        insert_block(model, site="groups.0.blocks.0", block=block, generator=generator(), preserve=False)
+    receipt = insert_block(
+        model, site="groups.0.blocks.0", block=block, generator=generator(), check_batch=x, preserve=False
+    )
+    assert receipt.output_change == float((model(x) - before).detach().abs().max()) > 0
+    twin = rebuild(build(model.spec, seed=0), growth_log(model))
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin(x), model(x))
+
+
+class Shared(nn.Module):
+    """One layer at two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.again = self.stem
+
+    def forward(self, x):
+        return self.again(torch.relu(self.stem(x)))
+
+
+def test_a_module_at_two_places_is_refused():
+    model, block = Shared(), block_from_config(MLPBlock(4, 4).config(), generator=generator())
+    before = fingerprint(model)
+    with pytest.raises(SiteError, match="2 places"):
+        insert_block(model, site="stem", block=block, generator=generator())
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("make", [torch.compile, torch.jit.script])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_compiled_and_scripted_networks_are_refused(make):
+    model = make(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    block = block_from_config(MLPBlock(3, 4).config(), generator=generator())
+    with pytest.raises(UserError, match="cannot be grown"):
+        insert_block(model, site="0", block=block, generator=generator())
