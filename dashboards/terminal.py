@@ -200,12 +200,15 @@ def verdict_text(verdict: str | None) -> Text:
 
 
 def summarise(events: list[str]) -> str:
-    """Grow steps without the long paths: ``depth x2, width x1, data 0.50 1.00``."""
+    """Grow steps without the long paths: ``depth x2, width x1, stream +32, data 0.50 1.00``."""
     parts = []
     for axis in ("depth", "width"):
         count = sum(e.startswith(axis) for e in events)
         if count:
             parts.append(f"{axis} x{count}")
+    channels = sum(int(e.rpartition("+")[2]) for e in events if e.startswith("stream@"))
+    if channels:
+        parts.append(f"stream +{channels}")
     shares = [e.removeprefix("data@") for e in events if e.startswith("data@")]
     if shares:
         parts.append(f"data {' '.join(shares)}")

@@ -63,10 +63,14 @@ class _Spec(BaseModel):
 class DataSpec(_Spec):
     """Which data set, and how much of it."""
 
-    name: Literal["digits", "fashion_mnist"]
+    name: Literal["digits", "fashion_mnist", "cifar10", "cifar100", "image_folder", "text", "python"]
     """A data set that the service can load."""
     folder: str | None = None
-    """Folder with its files; null: the usual places."""
+    """Folder with its files (text: the .txt or .bin file; python: package.module:factory); null: the usual places."""
+    context: Count = 64
+    """Tokens of a sequence, for texts."""
+    image_size: Count = 32
+    """Height and width to which the images of an image_folder are scaled and cut."""
     limits: dict[Literal["train", "probe", "val", "test"], Count] = {}
     """Most samples of a split, for quick jobs."""
 
@@ -74,14 +78,22 @@ class DataSpec(_Spec):
 class ModelSpec(_Spec):
     """What no schedule changes about the architecture."""
 
-    family: Literal["mlp", "resnet"]
-    """``resnet`` for images, ``mlp`` with one width."""
+    family: Literal["mlp", "resnet", "gpt"]
+    """``resnet`` for images, ``mlp`` with one width, ``gpt`` for texts."""
     widths: Annotated[tuple[Count, ...], Field(min_length=1, max_length=8)]
     """Channels of the residual stream in each group; each later group halves the resolution."""
     stem_stride: Annotated[int, Field(ge=1, le=4)] = 1
     """Stride of the first convolution."""
     group_size: Count = 4
     """Channels in a group of GroupNorm; widths and hidden units are multiples of it."""
+    heads: Count = 4
+    """Attention heads of a block (gpt)."""
+    positions: Literal["learned", "rotary"] = "learned"
+    """How tokens know where they are (gpt)."""
+    norm: Literal["layer", "rms"] = "layer"
+    """Kind of norm (gpt)."""
+    parallel: bool = False
+    """Whether attention and feed-forward part of a block read the same stream (gpt)."""
 
 
 class TrainingSpec(_Spec):

@@ -13,6 +13,7 @@ from growth_service.training.stage_loop import run_trial
 REPOSITORY = Path(__file__).resolve().parent.parent
 DIGITS = REPOSITORY / "search_spaces" / "jobs" / "digits.yaml"
 FASHION = REPOSITORY / "search_spaces" / "jobs" / "fashion_mnist.yaml"
+TEXT = REPOSITORY / "search_spaces" / "jobs" / "text.yaml"
 
 SMALL = {"blocks": [1, 1], "hidden": [8, 8]}
 JOINT = {"use": "joint", "name": "joint", **SMALL, "tolerance": "0.1 nats", "data_share": 0.5}
@@ -57,7 +58,7 @@ def small_job(storage: Path, **changes: Any) -> JobSpec:
 def alone(job: JobSpec, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Comparable records of each listed trial when it runs by itself, without Ray: stages, then the end."""
     one_thread()
-    data = prepare(job.data.name, folder=None, seed=job.seed, target=folder / "data")
+    data = prepare(job.data.name, seed=job.seed, target=folder / "data")
     return {
         trial.name: [
             record.comparable()

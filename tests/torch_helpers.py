@@ -208,7 +208,7 @@ def same(a: Any, b: Any) -> bool:
 def prepared_digits(target: Path, *, limits: dict[str, int] | None = None) -> str:
     """The digits in a folder, few enough that a trial takes a second."""
     limits = limits or {"train": 320, "probe": 96, "val": 96, "test": 96}
-    prepare("digits", folder=None, seed=0, target=target, limits=limits)
+    prepare("digits", seed=0, target=target, limits=limits)
     return str(target)
 
 

@@ -189,8 +189,12 @@ class TransformerBlock(_Attending):
             return super().forward(z)
         split = self.query.out_features
         weight = self.project.weight
-        attention = nn.functional.linear(self._attend(self.attn_norm(z)), weight[:, :split])
+        heads = self._attend(self.attn_norm(z))
+        attention = nn.functional.linear(heads, weight[:, :split])
         units = self._units(self.mlp_norm(z + attention))
+        if self.project._forward_pre_hooks:  # who listens to the projection must hear all that it writes
+            whole: Tensor = self.project(torch.cat([heads, units], dim=-1))
+            return whole
         return attention + nn.functional.linear(units, weight[:, split:], self.project.bias)
 
     @property

@@ -19,6 +19,7 @@ from growth_service.errors import SiteError, UserError
 from growth_service.growth import log
 from growth_service.growth.attach import Attachment, attach
 from growth_service.growth.check import growable, largest_change, outputs, unshared
+from growth_service.growth.sharding import begin_again, shard_like
 from growth_service.growth.transplant import Optimizers, adopt
 from growth_service.models import adapters
 from growth_service.models.sites import Site, default_block_config, resolve, site_of, sites, stream_of
@@ -183,7 +184,15 @@ def put(
     if first is not None:
         block.to(device=first.device, dtype=first.dtype)
     block.train(module.training)
-    return attach(module, attachment, block, identifier=identifier)
+    shard_like(block, module, model)
+    undo = attach(module, attachment, block, identifier=identifier)
+    begin_again(model)
+
+    def take_off() -> None:
+        undo()
+        begin_again(model)
+
+    return take_off
 
 
 def record_jumpboard(model: nn.Module, *, path: str, output_change: float) -> Receipt:

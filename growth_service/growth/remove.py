@@ -16,7 +16,8 @@ from growth_service.errors import SiteError, UserError
 from growth_service.growth import log
 from growth_service.growth.attach import detach, owner
 from growth_service.growth.check import growable, largest_change, outputs
-from growth_service.growth.transplant import Optimizers, forget, keep_entries
+from growth_service.growth.sharding import begin_again, check_unsharded
+from growth_service.growth.transplant import Optimizers, forget, replace_cut
 from growth_service.models.families import Residual
 from growth_service.models.streams import resolve
 
@@ -69,10 +70,11 @@ def take_out(model: nn.Module, path: str) -> None:
     place = owner(path)
     if place is not None:
         detach(model.get_submodule(place[0]), place[1], place[2])
-        return
-    parent = model.get_submodule(path.rpartition(".")[0])
-    assert isinstance(parent, Residual)
-    parent.branch = None
+    else:
+        parent = model.get_submodule(path.rpartition(".")[0])
+        assert isinstance(parent, Residual)
+        parent.branch = None
+    begin_again(model)
 
 
 def _is_removable(model: nn.Module, path: str) -> bool:
@@ -108,6 +110,7 @@ def remove_units(
         UserError: If an index does not exist, nothing would be left, or the block cannot lose units.
     """
     growable(model)
+    check_unsharded(model, what="removing single units")
     host = resolve(model, site)
     if not isinstance(host, Block):
         raise SiteError(f"{site!r} is a {type(host).__name__}, not a block: only blocks have units to remove")
@@ -185,13 +188,15 @@ def _cut(layer: nn.Module, axis: int, gone: Sequence[int], optimizer: Optimizers
     size = weight.shape[axis]
     keep = torch.tensor([i for i in range(size) if i not in set(gone)], device=weight.device)
     changed = set()
-    for parameter in layer.parameters():
-        if parameter.ndim > axis and parameter.shape[axis] == size:
-            parameter.data = parameter.data.index_select(axis, keep)
-            parameter.grad = None
-            changed.add(parameter)
+    for part in layer.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter.ndim <= axis or parameter.shape[axis] != size:
+                continue
+            left = nn.Parameter(parameter.detach().index_select(axis, keep), requires_grad=parameter.requires_grad)
+            part._parameters[name] = left  # a layer with pieces shows another weight under this name
+            changed.add(left)
             if optimizer is not None:
-                keep_entries(optimizer, parameter, axis=axis, keep=keep, size=size)
+                replace_cut(optimizer, parameter, left, axis=axis, keep=keep)
     for name, buffer in layer.named_buffers(recurse=False):
         if axis == 0 and buffer.ndim == 1 and len(buffer) == size:
             layer.register_buffer(name, buffer.index_select(0, keep))

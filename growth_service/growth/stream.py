@@ -34,6 +34,7 @@ from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
 from growth_service.growth import log
 from growth_service.growth.check import growable, largest_change, outputs
+from growth_service.growth.sharding import check_unsharded
 from growth_service.growth.transplant import Optimizers, adopt
 from growth_service.models.families import GPT, Family, Group, TokenEmbedding
 from growth_service.models.streams import resolve
@@ -86,6 +87,7 @@ def widen_stream(
             was).
     """
     growable(model)
+    check_unsharded(model, what="a wider stream")
     group = _group_of(model, site)
     parts = parts_of(model, group)
     if channels < 1:

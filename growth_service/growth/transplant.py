@@ -60,13 +60,22 @@ def forget(optimizer: Optimizers, gone: Iterable[nn.Parameter]) -> None:
             one.state.pop(parameter, None)
 
 
-def keep_entries(optimizer: Optimizers, parameter: nn.Parameter, *, axis: int, keep: Tensor, size: int) -> None:
-    """Cut the state of a parameter that lost entries along an axis; factored states lose them where they have them."""
+def replace_cut(optimizer: Optimizers, old: nn.Parameter, new: nn.Parameter, *, axis: int, keep: Tensor) -> None:
+    """Let a parameter that lost entries along an axis take the place of the old one, with what is left of its state.
+
+    Factored states (Adafactor) lose entries where they have that axis.
+    """
+    size = old.shape[axis]
     for one in _all(optimizer):
-        state: dict[str, Any] = one.state.get(parameter, {})
+        for group in one.param_groups:
+            group["params"] = [new if p is old else p for p in group["params"]]
+        if old not in one.state:
+            continue
+        state: dict[str, Any] = one.state.pop(old)
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim > axis and value.shape[axis] == size:
                 state[key] = value.index_select(axis, keep.to(value.device))
+        one.state[new] = state
 
 
 def _all(optimizer: Optimizers) -> list[optim.Optimizer]:

@@ -15,6 +15,7 @@ from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
 from growth_service.growth.check import growable, unshared
 from growth_service.growth.insert import attach_exactly
+from growth_service.growth.sharding import whole
 from growth_service.growth.transplant import Optimizers
 from growth_service.models.streams import resolve
 
@@ -109,5 +110,5 @@ def _reading_through(norm: nn.Module, config: dict[str, Any], *, generator: torc
     like = next(norm.parameters(), None)
     if like is not None:
         branch.to(like.dtype)
-    branch.get_submodule("norm").load_state_dict(dense_state(norm))
+    branch.get_submodule("norm").load_state_dict(whole(dense_state(norm)))
     return branch

@@ -58,16 +58,38 @@ def suggested_trial(job: JobSpec, *, index: int, arguments: dict[str, Any]) -> P
 
 
 def base_spec(job: JobSpec, schedule: GrowthSchedule, data: dict[str, Any]) -> dict[str, Any]:
-    """Specification of the initial network of a schedule on a prepared data set."""
-    return {
-        "family": job.model.family,
+    """Specification of the initial network of a schedule on a prepared data set.
+
+    Raises:
+        UserError: If the family does not fit the data.
+    """
+    model, sizes = job.model, schedule.initial
+    text = data.get("kind") == "tokens"
+    if text != (model.family == "gpt"):
+        raise UserError(
+            f"model.family {model.family} does not fit data.name {job.data.name}: "
+            + ("a text needs gpt" if text else "gpt needs a text; use resnet for images, or mlp")
+        )
+    common = {
+        "family": model.family,
+        "widths": list(model.widths),
+        "blocks": list(sizes.blocks),
+        "hidden": list(sizes.hidden),
+    }
+    if text:
+        return common | {
+            "vocab": data["num_classes"],
+            "context": data["input_shape"][0],
+            "heads": model.heads,
+            "positions": model.positions,
+            "norm": model.norm,
+            "parallel": model.parallel,
+        }
+    return common | {
         "input_shape": data["input_shape"],
         "num_classes": data["num_classes"],
-        "widths": list(job.model.widths),
-        "stem_stride": job.model.stem_stride,
-        "group_size": job.model.group_size,
-        "blocks": list(schedule.initial.blocks),
-        "hidden": list(schedule.initial.hidden),
+        "stem_stride": model.stem_stride,
+        "group_size": model.group_size,
     }
 
 

@@ -3,6 +3,7 @@
 from growth_service.probing.candidates import Candidate
 from growth_service.probing.jumpboard import Jumpboard, jumpboard
 from growth_service.probing.probe import probe
+from growth_service.probing.removal import RemovalCost, removal_costs
 from growth_service.probing.report import SaturationReport, SiteReport
 from growth_service.probing.sequential import Looks
 
@@ -10,8 +11,10 @@ __all__ = [
     "Candidate",
     "Jumpboard",
     "Looks",
+    "RemovalCost",
     "SaturationReport",
     "SiteReport",
     "jumpboard",
     "probe",
+    "removal_costs",
 ]

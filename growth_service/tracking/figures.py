@@ -31,7 +31,7 @@ VERDICT_COLOURS = {
 TRIAL_COLOURS = (
     "#332288", "#CC6677", "#117733", "#56B4E9", "#AA4499", "#DDAA33", "#44AA99", "#882255", "#7A7A1F", "#A0522D",
 )  # fmt: skip
-EVENT_MARKERS = {"depth": "^", "width": "s", "data": "D"}
+EVENT_MARKERS = {"depth": "^", "width": "s", "stream": "P", "data": "D"}
 WIDE_RANGE = 50.0
 """Ratio of largest to smallest positive value above which an axis is logarithmic."""
 

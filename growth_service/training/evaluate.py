@@ -21,13 +21,21 @@ class Evaluation(NamedTuple):
 
 
 def loss_sum(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropies of samples, in nats."""
-    return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+    """Sum of the cross-entropies of samples, in nats; that of a sequence is the mean over its tokens.
+
+    Args:
+        outputs: Logits ``[B, classes]``, or ``[B, T, vocab]``.
+        targets: ``[B]``, or ``[B, T]``.
+    """
+    if targets.ndim == 1:
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum")
+    total = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / targets.shape[1]
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, split: Split, *, ranks: Ranks, limit: int | None = None) -> Evaluation:
-    """Mean loss and accuracy in eval mode; the training mode is put back.
+    """Mean loss and accuracy (of tokens, for sequences) in eval mode; the training mode is put back.
 
     Args:
         model: The network, the same on every rank.
@@ -38,9 +46,9 @@ def evaluate(model: nn.Module, split: Split, *, ranks: Ranks, limit: int | None 
     was_training = model.training
     model.eval()
 
-    def one(chunk: Shard) -> tuple[float, int, int]:
+    def one(chunk: Shard) -> tuple[float, float, int]:
         outputs = model(chunk[0])
-        correct = int((outputs.argmax(dim=1) == chunk[1]).sum())
+        correct = float((outputs.argmax(dim=-1) == chunk[1]).sum()) * len(chunk[1]) / chunk[1].numel()
         return float(loss_sum(outputs.double(), chunk[1])), correct, len(chunk[1])
 
     parts = ranks.map(one, chunks_of(split, size=CHUNK, limit=limit))

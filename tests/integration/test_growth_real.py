@@ -49,9 +49,9 @@ class Task:
     def __init__(self, make, seed):
         self.images, draws = make is resnet, generator(100 + seed)
         if self.images:
-            prototypes = torch.randn(4, 3, 32, 32, generator=draws)
-            self.targets = torch.arange(32) % 4
-            self.inputs = prototypes[self.targets] + 1.5 * torch.randn(32, 3, 32, 32, generator=draws)
+            prototypes = torch.randn(4, 3, 16, 16, generator=draws)
+            self.targets = torch.arange(16) % 4
+            self.inputs = prototypes[self.targets] + 1.5 * torch.randn(16, 3, 16, 16, generator=draws)
         else:  # a noisy cycle through the tokens
             start = torch.randint(0, TOKENS, (64, 1), generator=draws)
             clean = (start + torch.arange(CONTEXT + 1)) % TOKENS
@@ -85,13 +85,16 @@ class Task:
             optimizer.step()
 
 
-@pytest.mark.parametrize(("make", "before", "after"), [(gpt2, 60, 50), (neox, 60, 50), (resnet, 6, 8)])
-def test_foreign_networks_are_probed_grown_at_every_site_trained_saved_and_reloaded(make, before, after, tmp_path):
-    """``after`` is 50 steps for language models; eight for the ResNet, whose steps take a second here."""
+@pytest.mark.parametrize(("make", "before"), [(gpt2, 60), (neox, 60), (resnet, 20)])
+def test_foreign_networks_are_probed_grown_at_every_site_trained_saved_and_reloaded(make, before, tmp_path):
+    """In four of five seeds at least, 50 steps after growth the loss is no higher than before."""
     better = 0
-    for seed in SEEDS if make is not resnet else SEEDS[:2]:
+    for seed in SEEDS:
         task, model = Task(make, seed), make(seed)
-        optimizer = optim.AdamW(model.parameters(), lr=3e-3 if make is not resnet else 1e-3)
+        if make is resnet:
+            optimizer = optim.SGD(model.parameters(), lr=5e-3, momentum=0.9)
+        else:
+            optimizer = optim.AdamW(model.parameters(), lr=3e-3)
         task.train(model, optimizer, before)
         loss, outputs = task.value(model), task.outputs(model)
 
@@ -108,13 +111,13 @@ def test_foreign_networks_are_probed_grown_at_every_site_trained_saved_and_reloa
         assert torch.equal(task.outputs(model), outputs)
         assert task.value(model) == loss
 
-        task.train(model, optimizer, after)
+        task.train(model, optimizer, 50)
         better += task.value(model) <= loss
         save_network(model, tmp_path / str(seed))
         again = load_network(tmp_path / str(seed), base=make(seed + 50))
         assert growth_log(again) == growth_log(model)
         assert torch.equal(task.outputs(again), task.outputs(model))
-    assert better >= (4 if make is not resnet else 2)
+    assert better >= 4
 
 
 def test_a_base_of_ones_own_must_be_given_and_must_fit(tmp_path):

@@ -22,7 +22,8 @@ from growth_service.growth import (
     widen_stream,
 )
 from growth_service.growth.transplant import adopt
-from growth_service.models import build
+from growth_service.models import build, sites
+from growth_service.models.sites import blocks_of
 
 BRANCH = "groups.0.blocks.0.branch"
 
@@ -251,3 +252,45 @@ def test_compiled_and_scripted_networks_are_refused(make):
     block = block_from_config(MLPBlock(3, 4).config(), generator=generator())
     with pytest.raises(UserError, match="cannot be grown"):
         insert_block(model, site="0", block=block, generator=generator())
+
+
+# --- every family, every place --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt", "gpt-rotary-rms"])
+def test_every_step_at_every_place_leaves_outputs_and_old_gradients_equal_bit_for_bit(name, training):
+    model, x = network(name).train(training), inputs_of(name)
+    before = model(x)
+    names = list(named(model))
+    old = torch.autograd.grad(loss_of(model, name), list(model.parameters()))
+    steps = [("insert", site.path, {}) for site in sites(model)]
+    steps += [("widen", path, {"units": 4}) for path in blocks_of(model)]
+    steps += [("widen", path, {"heads": 1}) for path, b in blocks_of(model).items() if b.type_name == "transformer"]
+    for kind, path, kwargs in steps:
+        step = insert_block if kind == "insert" else widen
+        receipt = step(model, site=path, generator=generator(1), check_batch=x, **kwargs)
+        assert receipt.output_change == 0.0
+        assert torch.equal(model(x), before)
+        after = torch.autograd.grad(loss_of(model, name), [named(model)[n] for n in names])
+        assert all(torch.equal(a, b) for a, b in zip(after, old, strict=True)), path
+
+
+@pytest.mark.parametrize("step", ["insert", "units", "heads"])
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+def test_new_parameters_move_by_no_more_than_adam_does_from_zero(kind, step):
+    """A correct Adam reaches 1.156 of its rate; an inherited step count would give several times the rate."""
+    name, rate = "gpt", 1e-3
+    model = network(name)
+    optimizer = kind(model.parameters(), lr=rate, weight_decay=0.0)
+    train(model, name, optimizer, 60)
+    if step == "insert":
+        receipt = insert_block(model, site="groups.0.blocks.0", generator=generator(1), optimizer=optimizer)
+    else:
+        receipt = widen(model, site=BRANCH, **{step: 2}, generator=generator(1), optimizer=optimizer)
+    largest = 0.0
+    for _ in range(20):
+        before = {n: named(model)[n].detach().clone() for n in receipt.parameters}
+        train(model, name, optimizer, 1)
+        largest = max(largest, *(float((named(model)[n] - v).detach().abs().max()) for n, v in before.items()))
+    assert 0.5 * rate < largest <= 1.2 * rate

@@ -34,7 +34,7 @@ class Study:
 
     def __init__(self, job, *, resume=False):
         self.folder = storage.open_study(job, resume=resume)
-        data = prepare("digits", folder=None, seed=0, target=self.folder.data)
+        data = prepare("digits", seed=0, target=self.folder.data)
         self.verdicts, self.seen = [], Seen()
         tracker = MemoryTracker()
         tracker.open_study(self.folder.name, job={}, job_text="")
@@ -261,7 +261,7 @@ def test_a_trial_that_can_never_fit_is_refused_with_the_numbers(tmp_path):
 
 def test_a_budget_below_one_batch_is_refused_before_anything_starts(tmp_path):
     job = small_job(tmp_path, budget__trial="100 MFLOP")
-    data = prepare("digits", folder=None, seed=0, target=tmp_path / "data")
+    data = prepare("digits", seed=0, target=tmp_path / "data")
     with pytest.raises(UserError, match=r"schedule scratch: budget\.trial 100 MFLOP over 3 stages does not pay"):
         plan.check_budgets(job, plan.planned_trials(job), data, folder=tmp_path)
 
@@ -274,7 +274,7 @@ def test_a_study_budget_below_one_trial_is_refused(tmp_path):
 @pytest.mark.parametrize("grow", [{"use": "one_shot_late", "add_units": 3}, {"use": "joint", "units": 3}])
 def test_steps_that_could_not_be_taken_are_refused_before_anything_starts(tmp_path, grow):
     job = small_job(tmp_path, search__schedules=[grow | {"name": "odd", "blocks": [1, 1], "hidden": [8, 8]}])
-    data = prepare("digits", folder=None, seed=0, target=tmp_path / "data")
+    data = prepare("digits", seed=0, target=tmp_path / "data")
     with pytest.raises(UserError, match=r"schedule odd: hidden 3 .* multiple of its group size 4"):
         plan.check_networks(job, plan.planned_trials(job), data)
 
@@ -282,6 +282,6 @@ def test_steps_that_could_not_be_taken_are_refused_before_anything_starts(tmp_pa
 def test_networks_that_do_not_fit_together_are_refused_with_the_schedule(tmp_path):
     entry = {"use": "scratch", "name": "odd", "blocks": [1], "hidden": [8, 8]}
     job = small_job(tmp_path, search__schedules=[entry])
-    data = prepare("digits", folder=None, seed=0, target=tmp_path / "data")
+    data = prepare("digits", seed=0, target=tmp_path / "data")
     with pytest.raises(UserError, match=r"schedule odd: .*must have 2 entries each"):
         plan.check_networks(job, plan.planned_trials(job), data)

@@ -142,9 +142,9 @@ def test_the_units_that_are_left_keep_their_optimiser_state(name, make):
     train(model, name, optimizer, 3)
     path = "groups.0.blocks.0.branch"
     host = model.get_submodule(path)
-    inner = host.inner.weight
-    before = copy.deepcopy(optimizer.state[inner])
+    before = copy.deepcopy(optimizer.state[host.inner.weight])
     remove_units(model, site=path, units=[0, 1], optimizer=optimizer)
+    inner = host.inner.weight
     now = optimizer.state[inner]
     for key, value in before.items():
         kept = value[2:] if isinstance(value, torch.Tensor) and value.ndim and len(value) == len(inner) + 2 else value

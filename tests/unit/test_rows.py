@@ -44,7 +44,7 @@ def test_rows_of_zeros_stay_zeros():
 def test_rows_are_added_joined_and_merged(half):
     a_NM, b_NM = draw(1, n=3), draw(2, n=3, scale=100.0)
     a, b = Packed.of(a_NM, half=half), Packed.of(b_NM, half=half)
-    near = {"rtol": 0, "atol": 0.2 if half else 1e-4}
+    near = {"rtol": 0, "atol": 2**-10 * 400 if half else 1e-4}
     np.testing.assert_allclose(a.plus(b).full(), a_NM + b_NM, **near)
     np.testing.assert_allclose(a.then(b).full(), np.concatenate([a_NM, b_NM]), **near)
     np.testing.assert_allclose(b.merged().full(), [b_NM[0] + b_NM[1], b_NM[2]], **near)

@@ -1,7 +1,5 @@
-"""The parts of training: data and its order, learning rate, sums over shards, checkpoints."""
+"""The parts of training: order of data, learning rate, sums over shards, checkpoints."""
 
-import gzip
-import hashlib
 import json
 import logging
 import math
@@ -24,10 +22,9 @@ from torch_helpers import (
 
 from growth_service.core.schedule import AddBlock, AddUnits, SignalGuided
 from growth_service.core.streams import stream_seed
-from growth_service.errors import CheckpointError, DataNotFoundError, RankDisagreementError, SiteError, UserError
+from growth_service.errors import CheckpointError, RankDisagreementError, SiteError, UserError
 from growth_service.growth import growth_log, insert_block, widen
-from growth_service.training import datasets
-from growth_service.training.batches import DataPosition, chunks_of, next_indices, shards_of
+from growth_service.training.batches import DataPosition, next_indices, shards_of
 from growth_service.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
@@ -37,241 +34,12 @@ from growth_service.training.checkpoint import (
     save_checkpoint,
 )
 from growth_service.training.config import TrialConfig
-from growth_service.training.data import Split, open_splits, subset_size
-from growth_service.training.datasets import prepare
+from growth_service.training.data import Split
 from growth_service.training.evaluate import evaluate, loss_sum
 from growth_service.training.gradients import ShardedGradients
 from growth_service.training.growing import candidates, new_block, new_branch
 from growth_service.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from growth_service.training.ranks import Ranks, check_world, tree_sum, weights_digest
-
-# --- data sets ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    """The prepared digits: their folder and description."""
-    target = tmp_path_factory.mktemp("digits")
-    return target, prepare("digits", folder=None, seed=0, target=target)
-
-
-def numbered_images(num, *, classes=4, test=0):
-    """A set in which every image is its own number, so that a test can tell where it went."""
-
-    def images(start, count):
-        numbers = np.arange(start, start + count)
-        return np.stack([numbers // 256, numbers % 256], axis=1).astype(np.uint8).reshape(-1, 1, 1, 2)
-
-    labels = np.random.default_rng(5).integers(0, classes, num + test)
-    rest = (images(num, test), labels[num:]) if test else (None, None)
-    return datasets._Raw(images(0, num), labels[:num], *rest, 255.0)
-
-
-def numbers(inputs):
-    """The inverse of ``numbered_images``."""
-    return (inputs[:, 0, 0, 0].astype(int) * 256 + inputs[:, 0, 0, 1]).tolist()
-
-
-@pytest.fixture
-def split_of(monkeypatch, tmp_path):
-    """Prepare a made-up set under the name of the digits; gives its arrays."""
-
-    def prepared(raw, *, seed=0, limits=None):
-        monkeypatch.setitem(datasets.LOADERS, "digits", lambda folder: raw)
-        target = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        description = prepare("digits", folder=None, seed=seed, target=target, limits=limits)
-        with np.load(target / "data.npz") as arrays:
-            return dict(arrays), description
-
-    return prepared
-
-
-def test_the_digits_are_split_46_20_14_20(digits):
-    assert digits[1]["sizes"] == {"train": 837, "probe": 360, "val": 240, "test": 360}
-
-
-def test_splits_are_disjoint_and_miss_nothing(split_of):
-    arrays, _ = split_of(numbered_images(500))
-    seen = [n for part in ("train", "probe", "val", "test") for n in numbers(arrays[f"{part}_inputs"])]
-    assert sorted(seen) == list(range(500))
-
-
-def test_images_keep_their_labels(split_of):
-    raw = numbered_images(300)
-    arrays, _ = split_of(raw)
-    for part in ("train", "probe", "val", "test"):
-        assert raw.labels[numbers(arrays[f"{part}_inputs"])].tolist() == arrays[f"{part}_targets"].tolist()
-
-
-def test_a_test_part_of_its_own_stays_the_test_split(split_of):
-    arrays, description = split_of(numbered_images(500, test=77))
-    assert description["sizes"] == {"train": 400, "probe": 50, "val": 50, "test": 77}
-    assert numbers(arrays["test_inputs"]) == list(range(500, 577))
-
-
-def test_limits_shorten_splits_and_mix_none(split_of):
-    raw = numbered_images(500)
-    full, short = split_of(raw)[0], split_of(raw, limits={"train": 100, "val": 7})[0]
-    assert [len(short[f"{p}_targets"]) for p in ("train", "probe", "val", "test")] == [100, 100, 7, 100]
-    assert numbers(short["train_inputs"]) == numbers(full["train_inputs"])[:100]
-
-
-@pytest.mark.parametrize("size", [50, 100, 209, 418, 837])
-def test_every_training_subset_holds_the_classes_in_their_shares(digits, size):
-    splits = open_splits(digits[0])
-    everything = torch.cat([p.targets for p in (splits.train, splits.probe, splits.val, splits.test)])
-    shares = torch.bincount(everything, minlength=10) / len(everything)
-    counts = torch.bincount(splits.train.targets[:size], minlength=10)
-    # each class is spread evenly over the order, so a prefix is off by one and by its share of the others' ones
-    assert float((counts - size * shares).abs().max()) <= 2.0
-
-
-@pytest.mark.parametrize("part", ["probe", "val", "test"])
-def test_every_split_holds_the_classes_in_their_shares(digits, part):
-    splits = open_splits(digits[0])
-    everything = torch.cat([p.targets for p in (splits.train, splits.probe, splits.val, splits.test)])
-    targets = getattr(splits, part).targets
-    wanted = torch.bincount(everything, minlength=10) / len(everything) * len(targets)
-    assert float((torch.bincount(targets, minlength=10) - wanted).abs().max()) <= 4.0  # two ends, each off by two
-
-
-def test_training_subsets_are_nested(digits):
-    train = open_splits(digits[0]).train
-    small, large = (torch.cat([x for x, _ in chunks_of(train, size=64, limit=n)]) for n in (100, 333))
-    assert torch.equal(large[:100], small)
-    assert torch.equal(large, train.inputs[:333])
-
-
-def test_equal_seeds_give_equal_digests(digits, tmp_path):
-    assert prepare("digits", folder=None, seed=0, target=tmp_path) == digits[1]
-
-
-def test_another_seed_gives_another_digest(digits, tmp_path):
-    assert prepare("digits", folder=None, seed=1, target=tmp_path)["digest"] != digits[1]["digest"]
-
-
-def test_the_digest_is_that_of_the_stored_arrays(digits):
-    target, description = digits
-    with np.load(target / "data.npz") as arrays:
-        stored = hashlib.sha256(b"".join(arrays[key].tobytes() for key in sorted(arrays)))
-    assert stored.hexdigest() == description["digest"] == open_splits(target).digest
-
-
-def test_a_data_set_is_prepared_once(digits, monkeypatch):
-    target, description = digits
-    monkeypatch.setitem(datasets.LOADERS, "digits", None)  # calling it would raise
-    assert prepare("digits", folder=None, seed=0, target=target) == description
-
-
-def test_inputs_are_scaled_to_plus_and_minus_one(digits):
-    inputs = open_splits(digits[0]).train.inputs
-    assert (float(inputs.min()), float(inputs.max()), tuple(inputs.shape[1:])) == (-1.0, 1.0, (1, 8, 8))
-
-
-def test_an_unknown_data_set_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(UserError, match="unknown data set 'mnist': use one of digits, fashion_mnist"):
-        prepare("mnist", folder=None, seed=0, target=tmp_path)
-
-
-@pytest.mark.parametrize(("share", "size"), [(1.0, 837), (0.5, 418), (0.25, 209), (0.001, 1)])
-def test_a_share_is_a_whole_number_of_samples_and_at_least_one(share, size):
-    assert subset_size(837, share) == size
-
-
-# --- Fashion-MNIST --------------------------------------------------------------------------------
-
-
-def idx_bytes(array):
-    """The IDX format: zeros, type 8 (unsigned byte), number of axes, sizes in big-endian, data."""
-    head = bytes([0, 0, 8, array.ndim]) + b"".join(int(n).to_bytes(4, "big") for n in array.shape)
-    return head + array.astype(np.uint8).tobytes()
-
-
-@pytest.fixture
-def fashion(tmp_path, monkeypatch):
-    """A folder with a Fashion-MNIST of 60 and 20 tiny images, two files of it gzipped."""
-    rng = np.random.default_rng(0)
-    arrays = {
-        "train-images-idx3-ubyte": rng.integers(0, 256, (60, 4, 3)),
-        "train-labels-idx1-ubyte": np.arange(60) % 10,
-        "t10k-images-idx3-ubyte": rng.integers(0, 256, (20, 4, 3)),
-        "t10k-labels-idx1-ubyte": np.arange(20) % 10,
-    }
-    for name, array in arrays.items():
-        content = idx_bytes(array)
-        if name.startswith("train"):
-            (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content, mtime=0))
-        else:
-            (tmp_path / name).write_bytes(content)
-    hashes = {name: hashlib.sha256(idx_bytes(array)).hexdigest() for name, array in arrays.items()}
-    monkeypatch.setattr(datasets, "FASHION_FILES", hashes)
-    return tmp_path, arrays
-
-
-def test_fashion_mnist_is_read_from_plain_and_gzipped_files(fashion):
-    folder, arrays = fashion
-    raw = datasets.load_fashion_mnist(folder)
-    for found, name in zip((raw.images[:, 0], raw.labels, raw.test_images[:, 0], raw.test_labels), arrays, strict=True):
-        assert np.array_equal(found, arrays[name])
-
-
-def test_fashion_mnist_is_split_80_10_10_beside_its_own_test_part(fashion):
-    folder, arrays = fashion
-    target = folder / "prepared"
-    description = prepare("fashion_mnist", folder=str(folder), seed=0, target=target)
-    assert description["sizes"] == {"train": 48, "probe": 6, "val": 6, "test": 20}
-    assert (description["input_shape"], description["num_classes"]) == ([1, 4, 3], 10)
-    wanted = torch.from_numpy(arrays["t10k-images-idx3-ubyte"] / 255.0 * 2 - 1).float()
-    assert torch.allclose(open_splits(target).test.inputs[:, 0], wanted, atol=1e-6)  # float32
-
-
-def test_a_folder_without_fashion_mnist_is_refused_with_the_names_of_its_files(fashion):
-    folder, _ = fashion
-    (folder / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(
-        DataNotFoundError, match=r"does not hold Fashion-MNIST: it needs train-images.*\(plain or \.gz\)"
-    ):
-        datasets.load_fashion_mnist(folder)
-
-
-def test_a_file_of_something_else_is_refused(fashion):
-    folder, _ = fashion
-    (folder / "t10k-labels-idx1-ubyte").write_bytes(idx_bytes(np.zeros(20)))
-    with pytest.raises(DataNotFoundError, match=r"t10k-labels-idx1-ubyte is not Fashion-MNIST's.*sha256 differs"):
-        datasets.load_fashion_mnist(folder)
-
-
-def test_a_gzipped_file_that_was_cut_off_is_refused(fashion):
-    folder, _ = fashion
-    path = folder / "train-images-idx3-ubyte.gz"
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(DataNotFoundError, match=r"train-images-idx3-ubyte\.gz"):
-        datasets.load_fashion_mnist(folder)
-
-
-def test_without_files_and_network_three_ways_to_get_fashion_mnist_are_named(tmp_path, monkeypatch):
-    import torchvision.datasets
-
-    def offline(*_args, **_arguments):
-        raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
-
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(datasets, "FASHION_FOLDERS", (tmp_path / "nowhere",))
-    monkeypatch.setattr(torchvision.datasets, "FashionMNIST", offline)  # a test never goes on the network
-    with pytest.raises(DataNotFoundError, match=r"nowhere.*apt-get install dataset-fashion-mnist; .*data\.folder; or"):
-        datasets.load_fashion_mnist(None)
-
-
-DEBIAN = datasets.FASHION_FOLDERS[0]
-
-
-@pytest.mark.skipif(not DEBIAN.is_dir(), reason=f"Debian's dataset-fashion-mnist is not in {DEBIAN}")
-def test_debians_fashion_mnist_is_what_it_should_be():
-    raw = datasets.load_fashion_mnist(DEBIAN)
-    assert (raw.images.shape, raw.test_images.shape) == ((60000, 1, 28, 28), (10000, 1, 28, 28))
-    assert np.bincount(raw.labels).tolist() == [6000] * 10
-    assert np.bincount(raw.test_labels).tolist() == [1000] * 10
-
 
 # --- batches --------------------------------------------------------------------------------------
 

@@ -1,0 +1,104 @@
+"""What a block that is there is worth: the loss that removing it would cost, exactly.
+
+The mirror of the saturation score. Small on both counts, a block's share of the stream and the loss without it, says
+that it may go; either alone does not (a small branch can matter, and a large one can be undone by those behind it).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growth_service.blocks import Block
+from growth_service.models.streams import resolve
+from growth_service.probing.candidates import Batch, Loss, Reduction, run_model, sum_loss, untouched
+from growth_service.probing.passes import square_sum
+from growth_service.probing.samples import counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemovalCost:
+    """What removing one block would change."""
+
+    block: str
+    """Its path, as :func:`remove_block` takes it."""
+    relative_size: float
+    """r_b: root mean square of ||h(z)|| over that of ||z||."""
+    loss_increase: float
+    """Mean loss without it less with it, nats a sample; negative where the network would be better off."""
+    standard_error: float
+    """Of ``loss_increase``, over batches; inf for one batch."""
+    params: int
+
+
+@torch.no_grad()
+def removal_costs(
+    model: nn.Module, *, batches: Iterable[Batch], loss: Loss, reduction: Reduction, blocks: list[str] | None = None
+) -> list[RemovalCost]:
+    """Exact removal losses, cheapest first; the network is only looked at.
+
+    One forward pass a block, and one with all of them.
+
+    Args:
+        model: A network with blocks: one of this project's families, or any that was grown.
+        batches: Samples that the network was not trained on.
+        loss: ``loss(outputs, targets)``.
+        reduction: What it does over samples.
+        blocks: Paths; None: every residual branch and every branch of new units.
+    """
+    paths = [p for p, m in model.named_modules() if isinstance(m, Block)] if blocks is None else blocks
+    samples = counted(batches, what="batches", need="pass at least one batch", labelled=True)
+    sizes = dict.fromkeys(paths, (0.0, 0.0))
+    listeners = [resolve(model, p).register_forward_hook(_measure(sizes, p)) for p in paths]
+    with untouched(model, with_gradient=False):
+        try:
+            whole = _losses(model, samples.batches, loss, reduction)
+        finally:
+            for listener in listeners:
+                listener.remove()
+        found = []
+        for path in paths:
+            block = resolve(model, path)
+            silence = block.register_forward_hook(lambda _m, _a, out: torch.zeros_like(out))
+            try:
+                without = _losses(model, samples.batches, loss, reduction)
+            finally:
+                silence.remove()
+            moved, stream = sizes[path]
+            increase, error = _difference(without, whole, samples.sizes)
+            found.append(
+                RemovalCost(
+                    block=path,
+                    relative_size=math.sqrt(moved / stream) if stream > 0 else 0.0,
+                    loss_increase=increase,
+                    standard_error=error,
+                    params=sum(p.numel() for p in block.parameters()),
+                )
+            )
+    return sorted(found, key=lambda cost: cost.loss_increase)
+
+
+def _measure(sizes: dict[str, tuple[float, float]], path: str) -> Any:
+    def hook(_module: nn.Module, args: tuple[Tensor, ...], delta: Tensor) -> None:
+        moved, stream = sizes[path]
+        sizes[path] = (moved + square_sum(delta), stream + square_sum(args[0]))
+
+    return hook
+
+
+def _losses(model: nn.Module, batches: Iterable[Batch], loss: Loss, reduction: Reduction) -> list[float]:
+    """Sum of the losses of each batch."""
+    return [float(sum_loss(loss, run_model(model, x), y, reduction=reduction)) for x, y in batches]
+
+
+def _difference(without: list[float], whole: list[float], sizes: list[int]) -> tuple[float, float]:
+    """Mean difference a sample, and its standard error over batches."""
+    num, parts = sum(sizes), len(sizes)
+    mean = sum(a - b for a, b in zip(without, whole, strict=True)) / num
+    if parts < 2:
+        return mean, math.inf
+    spread = sum((a - b - n * mean) ** 2 for a, b, n in zip(without, whole, sizes, strict=True))
+    return mean, math.sqrt(parts / (parts - 1) * spread) / num
