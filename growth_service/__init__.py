@@ -19,6 +19,7 @@ _HOMES = {
     "rebuild": "growth_service.growth",
     "growth_log": "growth_service.growth",
     "widen_stream": "growth_service.growth",
+    "duplicate_units": "growth_service.growth",
     "remove_block": "growth_service.growth",
     "remove_units": "growth_service.growth",
     "follow": "growth_service.growth",
@@ -30,6 +31,7 @@ _HOMES = {
 
 __all__ = [
     "Looks",
+    "duplicate_units",
     "follow",
     "growth_log",
     "insert_block",

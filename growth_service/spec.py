@@ -112,6 +112,8 @@ class TrainingSpec(_Spec):
     warmup_share: Annotated[Number, Field(ge=0, lt=1)] = 0.1
     floor_share: Annotated[Number, Field(ge=0, le=1)] = 0.02
     """Last rate of a stage as a share of the peak."""
+    rewarm: Literal["whole", "new", "none"] = "whole"
+    """What warms up again in later stages: everything, what is new in the stage, or nothing."""
 
     @model_validator(mode="after")
     def _shards_divide_the_batch(self) -> Self:

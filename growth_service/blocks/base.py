@@ -59,6 +59,9 @@ class Block(nn.Module):
         for name, more in (("width", width), ("hidden", hidden), ("heads", heads), ("kv_heads", heads)):
             if more and name in self._config:
                 self._config[name] += more
+        for norm in map(self.get_submodule, self.stream_norms if width else ()):
+            if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+                self._config["norm_eps"] = norm.eps
 
     @property
     @abstractmethod

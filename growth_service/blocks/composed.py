@@ -24,6 +24,8 @@ class Piece(nn.Module):
     columns: nn.Parameter | None
     rows: nn.Parameter | None
     bias: nn.Parameter | None
+    norm_before: tuple[float, float | None] | None = None
+    """Scale and epsilon of a norm as they were."""
 
     def __init__(
         self, *, columns: Tensor | None = None, rows: Tensor | None = None, bias: Tensor | None = None
@@ -150,23 +152,21 @@ def extend_norm(layer: nn.Module, num: int) -> dict[str, nn.Parameter]:
     assert like is not None
     ones = torch.ones(num).to(like)
     zeros = None if layer._parameters.get("bias") is None else torch.zeros(num).to(like)
-    named = _add(layer, Piece(rows=ones, bias=zeros))
+    piece = Piece(rows=ones, bias=zeros)
+    named = _add(layer, piece)
     if isinstance(layer, nn.GroupNorm):
         layer.num_groups += num // (layer.num_channels // layer.num_groups)
         layer.num_channels += num
         return named
     assert isinstance(layer, nn.LayerNorm | nn.RMSNorm)
-    (old,) = layer.normalized_shape
-    _rescale(layer, old, old + num)
-    return named
-
-
-def _rescale(layer: nn.LayerNorm | nn.RMSNorm, old: int, new: int) -> None:
     assert isinstance(layer, Composed)
-    eps = torch.finfo(next(layer.parameters()).dtype).eps if layer.eps is None else layer.eps
-    layer.normalized_shape = (new,)
-    layer.scale *= math.sqrt(old / new)
-    layer.eps = eps * old / new
+    (old,) = layer.normalized_shape
+    piece.norm_before = (layer.scale, layer.eps)
+    eps = torch.finfo(like.dtype).eps if layer.eps is None else layer.eps
+    layer.normalized_shape = (old + num,)
+    layer.scale *= math.sqrt(old / (old + num))
+    layer.eps = eps * old / (old + num)
+    return named
 
 
 def retract(layer: nn.Module) -> None:
@@ -178,8 +178,9 @@ def retract(layer: nn.Module) -> None:
         _count(layer, inputs=-piece.columns.shape[1])
     num = 0 if piece.rows is None else len(piece.rows)
     if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
-        (size,) = layer.normalized_shape
-        _rescale(layer, size, size - num)
+        assert piece.norm_before is not None
+        layer.normalized_shape = (layer.normalized_shape[0] - num,)
+        layer.scale, layer.eps = piece.norm_before
     elif isinstance(layer, nn.GroupNorm):
         layer.num_groups -= num // (layer.num_channels // layer.num_groups)
         layer.num_channels -= num

@@ -8,6 +8,7 @@ from growth_service.blocks.base import Block, check_positive, zero
 from growth_service.errors import UserError
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+RMS_EPS = 1e-6
 
 
 class MLPBlock(Block):
@@ -16,11 +17,13 @@ class MLPBlock(Block):
     type_name = "mlp"
     stream_norms, stream_readers, unit_writers = ("norm",), ("inner",), ("inner",)
 
-    def __init__(self, width: int, hidden: int, *, bias: bool = True) -> None:
+    def __init__(self, width: int, hidden: int, *, bias: bool = True, norm_eps: float = RMS_EPS) -> None:
         super().__init__()
         check_positive(width=width, hidden=hidden)
         self._config = {"type": self.type_name, "width": width, "hidden": hidden, "bias": bias}
-        self.norm = nn.RMSNorm(width, eps=1e-6)
+        if norm_eps != RMS_EPS:
+            self._config["norm_eps"] = norm_eps
+        self.norm = nn.RMSNorm(width, eps=norm_eps)
         self.inner = nn.Linear(width, hidden)
         self.project = nn.Linear(hidden, width, bias=bias)
         zero(self.project)
@@ -44,11 +47,13 @@ class GatedMLPBlock(Block):
     type_name = "gated_mlp"
     stream_norms, stream_readers, unit_writers = ("norm",), ("gate", "inner"), ("gate", "inner")
 
-    def __init__(self, width: int, hidden: int, *, bias: bool = False) -> None:
+    def __init__(self, width: int, hidden: int, *, bias: bool = False, norm_eps: float = RMS_EPS) -> None:
         super().__init__()
         check_positive(width=width, hidden=hidden)
         self._config = {"type": self.type_name, "width": width, "hidden": hidden, "bias": bias}
-        self.norm = nn.RMSNorm(width, eps=1e-6)
+        if norm_eps != RMS_EPS:
+            self._config["norm_eps"] = norm_eps
+        self.norm = nn.RMSNorm(width, eps=norm_eps)
         self.gate = nn.Linear(width, hidden, bias=False)
         self.inner = nn.Linear(width, hidden, bias=False)
         self.project = nn.Linear(hidden, width, bias=bias)

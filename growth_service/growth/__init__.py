@@ -1,5 +1,6 @@
 """Changes to a live network: depth, width, removal, the optimiser's part, the log."""
 
+from growth_service.growth.duplicate import duplicate_units
 from growth_service.growth.insert import insert_block, record_jumpboard
 from growth_service.growth.log import growth_log
 from growth_service.growth.remove import remove_block, remove_units
@@ -10,6 +11,7 @@ from growth_service.growth.widen import new_heads, new_units, widen
 
 __all__ = [
     "adopt",
+    "duplicate_units",
     "follow",
     "growth_log",
     "insert_block",

@@ -92,7 +92,9 @@ def _insert_inexactly(
             "much"
         )
     before = outputs(model, check_batch)
-    return _attached(model, module, "grown", site, block, optimizer=optimizer, before=before, check_batch=check_batch)
+    return attach_and_judge(
+        model, module, "grown", site, block, optimizer=optimizer, before=before, check_batch=check_batch
+    )
 
 
 def attach_exactly(
@@ -123,7 +125,7 @@ def attach_exactly(
                 f"a block at {site!r} changes outputs by {change:.3g}: this place cannot preserve the function"
             )
 
-    return _attached(
+    return attach_and_judge(
         model,
         module,
         attachment,
@@ -136,7 +138,7 @@ def attach_exactly(
     )
 
 
-def _attached(
+def attach_and_judge(
     model: nn.Module,
     module: nn.Module,
     attachment: Attachment,
@@ -148,7 +150,19 @@ def _attached(
     check_batch: Any,
     judge: Callable[[float | None], None] = lambda _: None,
 ) -> Receipt:
-    """Attach, measure, judge; then, and only then, tell optimiser and log."""
+    """Attach, measure, judge; then, and only then, tell optimiser and log.
+
+    Args:
+        model: The network.
+        module: That the block is attached to.
+        attachment: How.
+        site: Path of ``module``.
+        block: The block.
+        optimizer: That adopts its parameters.
+        before: Outputs before; None: nothing is measured.
+        check_batch: Inputs.
+        judge: Raises where the largest change of an output is too large; all is undone then.
+    """
     parent = f"{site}.{attachment}"
     identifier = log.next_identifier(model, parent)
     undo = put(model, module, attachment, block, identifier=identifier)

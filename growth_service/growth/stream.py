@@ -97,10 +97,8 @@ def widen_stream(
     named = _extend(parts, channels=channels, start=start, generator=generator)
     _restate(model, group, parts, channels)
     if before is not None:
-        after = outputs(model, check_batch)
-        change: float | None = largest_change(before, after)
-        allowed = _DOUBLE_ROUNDING if after.dtype == torch.float64 else ROUNDING
-        if not change <= allowed * max(1.0, float(before.abs().max())):  # type: ignore[operator]  # NaN is refused too
+        change: float | None = largest_change(before, outputs(model, check_batch))
+        if not change <= rounding_of(before):  # type: ignore[operator]  # NaN is refused too
             _undo(model, group, parts, channels)
             raise UserError(f"{channels} more channels at {site!r} change outputs by {change:.3g}: more than rounding")
     else:
@@ -117,6 +115,12 @@ def widen_stream(
         adopt(optimizer, named, model=model)
     log.append(model, receipt)
     return receipt
+
+
+def rounding_of(outputs_before: Tensor) -> float:
+    """Largest change of an output that is taken for rounding."""
+    share = _DOUBLE_ROUNDING if outputs_before.dtype == torch.float64 else ROUNDING
+    return share * float(outputs_before.abs().max())
 
 
 def replay_stream(model: nn.Module, group: str, *, channels: int, generator: torch.Generator) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ def new_units(host: Block, *, units: int, generator: torch.Generator) -> Block:
             f"new hidden units cannot be added to a block of type {host.type_name!r}: its units do not read the "
             "stream through one norm; insert a block instead"
         )
-    config = host.config() | {"hidden": units, "bias": False}
+    config = host.config() | {"hidden": units, "bias": False}  # the norm's epsilon too, where it has changed
     return _reading_through(host.get_submodule("norm"), config, generator=generator)
 
 

@@ -37,7 +37,7 @@ from growth_service.training.evaluate import Evaluation, evaluate, loss_sum
 from growth_service.training.gradients import ShardedGradients
 from growth_service.training.growing import StepTaken, take_step
 from growth_service.training.looking import look, look_estimate
-from growth_service.training.optimizer import learning_rate, set_learning_rate
+from growth_service.training.optimizer import fresh_parameters, set_learning_rate, stage_rates
 from growth_service.training.ranks import Ranks, check_world, weights_digest
 from growth_service.training.state import TrialState
 
@@ -248,27 +248,32 @@ class StageLoop:
         started = last_beat = time.perf_counter()
         per_batch: int = settings["batch_size"] * state.cost.train
         state.model.train()
-        for step in range(num_batches):
-            rate = learning_rate(
-                step / num_batches,
-                peak=settings["learning_rate"] * state.rate_scale,
-                warmup_share=settings["warmup_share"],
-                floor_share=settings["floor_share"],
-            )
-            set_learning_rate(state.optimizer, rate)
-            indices, state.position = next_indices(
-                state.position, subset=state.subset, batch_size=settings["batch_size"], seed=self.config.seed
-            )
-            shards = shards_of(state.splits.train, indices, num_shards=settings["shards"])
-            self.gradients.backward(shards, loss_sum)
-            self._pay(stage, per_batch)
-            if not _has_finite_gradient(state.model):
-                raise _StageEndError("diverged", f"a gradient was not finite in step {step} of stage {stage.number}")
-            state.optimizer.step()
-            if time.perf_counter() - last_beat > HEARTBEAT_S:
-                last_beat = time.perf_counter()
-                state.beat(stage.spent)
+        with fresh_parameters(state.optimizer, self._new_parameters(stage)):
+            for step in range(num_batches):
+                first = stage.number == 0
+                rates = stage_rates(step / num_batches, settings, first=first, scale=state.rate_scale)
+                set_learning_rate(state.optimizer, rates)
+                indices, state.position = next_indices(
+                    state.position, subset=state.subset, batch_size=settings["batch_size"], seed=self.config.seed
+                )
+                shards = shards_of(state.splits.train, indices, num_shards=settings["shards"])
+                self.gradients.backward(shards, loss_sum)
+                self._pay(stage, per_batch)
+                if not _has_finite_gradient(state.model):
+                    reason = f"a gradient was not finite in step {step} of stage {stage.number}"
+                    raise _StageEndError("diverged", reason)
+                state.optimizer.step()
+                if time.perf_counter() - last_beat > HEARTBEAT_S:
+                    last_beat = time.perf_counter()
+                    state.beat(stage.spent)
         stage.trained_s = time.perf_counter() - started
+
+    def _new_parameters(self, stage: _Stage) -> list[nn.Parameter]:
+        """What the stage's own grow steps added, where that is to warm up by itself."""
+        if self.config.training.get("rewarm", "whole") != "new":
+            return []
+        names = {n for r in stage.taken.receipts if r.kind in ("insert", "widen", "stream") for n in r.parameters}
+        return [p for n, p in self.state.model.named_parameters() if n in names]
 
     def _check_trainable(self, stage: _Stage, num_batches: int) -> None:
         if num_batches == 0 and stage.number == 0:

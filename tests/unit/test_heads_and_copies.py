@@ -12,6 +12,7 @@ from torch_helpers import assert_untouched, fingerprint, generator
 from growth_service.blocks import MLPBlock, TransformerBlock, block_from_config
 from growth_service.errors import SiteError, UserError
 from growth_service.growth import (
+    duplicate_units,
     follow,
     growth_log,
     insert_block,
@@ -294,3 +295,61 @@ def test_new_parameters_move_by_no_more_than_adam_does_from_zero(kind, step):
         train(model, name, optimizer, 1)
         largest = max(largest, *(float((named(model)[n] - v).detach().abs().max()) for n, v in before.items()))
     assert 0.5 * rate < largest <= 1.2 * rate
+
+
+# --- copies of units ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wider", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt-rotary-rms"])
+def test_copies_of_units_leave_outputs_equal_to_rounding_and_part_in_training(name, dtype, wider):
+    model = network(name, dtype=dtype)
+    x = inputs_of(name, dtype=dtype)
+    if wider:
+        widen_stream(model, site="groups.0.entry", channels=4, generator=generator(9))
+    host = model.get_submodule(BRANCH)
+    before, units = model(x).detach(), host.hidden
+    receipt = duplicate_units(model, site=BRANCH, units=units, generator=generator(1), check_batch=x)
+    bound = (5e-6 if dtype == torch.float32 else 1e-12) * float(before.abs().max())
+    assert 0 <= receipt.output_change <= bound
+    assert float((model(x) - before).detach().abs().max()) <= bound
+    branch = host.widened["0"]
+    assert sorted(branch.inner.weight.flatten(1).sum(1).tolist()) == pytest.approx(
+        sorted(host.inner.weight.flatten(1).sum(1).tolist())
+    )
+    assert float(branch.project.weight.detach().abs().sum()) > 0
+    loss_of(model, name, dtype=dtype).backward()
+    ratio = branch.inner.weight.grad.norm() / host.inner.weight.grad.norm() if not wider else torch.tensor(0.5)
+    assert float(ratio) == pytest.approx(0.5, rel=1e-3)  # a third to two thirds: the gradients differ, so they part
+    twin = rebuild(build(model.spec, seed=0).to(dtype), growth_log(model))
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "text"),
+    [
+        ("mlp", 6, "from 1 to 5"),
+        ("mlp", 0, "from 1 to 5"),
+        ("resnet", 3, "multiple of 2"),
+        ("gpt", 2, "do not read the stream itself"),
+    ],
+)
+def test_units_that_cannot_be_copied_are_refused(name, units, text):
+    model = network(name)
+    before = fingerprint(model)
+    with pytest.raises(UserError, match=text):
+        duplicate_units(model, site=BRANCH, units=units, generator=generator(), check_batch=inputs_of(name))
+    assert_untouched(model, before)
+
+
+def test_copies_that_change_outputs_are_taken_back(monkeypatch):
+    from growth_service.growth import duplicate
+
+    model, x = network("mlp"), inputs_of("mlp")
+    before = fingerprint(model)
+    monkeypatch.setattr(duplicate, "rounding_of", lambda _: -1.0)
+    with pytest.raises(UserError, match="more than rounding"):
+        duplicate_units(model, site=BRANCH, units=2, generator=generator(), check_batch=x)
+    assert_untouched(model, before)

@@ -212,7 +212,8 @@ def test_a_copy_of_a_block_on_a_wider_stream_has_its_inner_weights():
     twin = copy_of(host, generator=generator())
     assert twin.config()["width"] == 9
     z = torch.randn(5, 9, generator=generator(2))
-    torch.testing.assert_close(twin.features(z), host.features(z), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(twin.features(z), host.features(z), rtol=0, atol=1e-6)
+    assert twin.norm.eps == host.norm.eps == pytest.approx(1e-6 * 6 / 9)
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -38,7 +38,14 @@ from growth_service.training.data import Split
 from growth_service.training.evaluate import evaluate, loss_sum
 from growth_service.training.gradients import ShardedGradients
 from growth_service.training.growing import candidates, new_block, new_branch
-from growth_service.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from growth_service.training.optimizer import (
+    Rates,
+    fresh_parameters,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    stage_rates,
+)
 from growth_service.training.ranks import Ranks, check_world, tree_sum, weights_digest
 
 # --- batches --------------------------------------------------------------------------------------
@@ -127,8 +134,51 @@ def test_a_rate_without_warm_up_begins_at_its_peak():
 
 def test_the_rate_of_all_groups_is_set():
     optimizer = make_optimizer(family("mlp"), settings("sgd"))
-    set_learning_rate(optimizer, 0.123)
+    set_learning_rate(optimizer, Rates(old=0.123, fresh=9.0))
     assert [g["lr"] for g in optimizer.param_groups] == [0.123, 0.123]
+
+
+@pytest.mark.parametrize(
+    ("rewarm", "first", "old", "fresh"),
+    [
+        ("whole", True, "warm", "warm"),
+        ("whole", False, "warm", "warm"),
+        ("new", True, "warm", "warm"),
+        ("new", False, "steady", "warm"),
+        ("none", True, "warm", "warm"),
+        ("none", False, "steady", "steady"),
+    ],
+)
+def test_what_warms_up_again_is_the_policys_choice(rewarm, first, old, fresh):
+    given = {"learning_rate": 0.5, "warmup_share": 0.2, "floor_share": 0.1, "rewarm": rewarm}
+    for progress in (0.0, 0.1, 0.7):
+        rates = {
+            "warm": learning_rate(progress, peak=1.0, warmup_share=0.2, floor_share=0.1),
+            "steady": learning_rate(progress, peak=1.0, warmup_share=0.0, floor_share=0.1),
+        }
+        assert stage_rates(progress, given, first=first, scale=2.0) == (rates[old], rates[fresh])
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_new_parameters_step_at_their_own_rate_and_come_home(kind):
+    model = family("mlp")
+    optimizer = make_optimizer(model, settings(kind))
+    receipt = insert_block(model, site="groups.0.entry", generator=generator(), optimizer=optimizer)
+    fresh = [p for n, p in model.named_parameters() if n in receipt.parameters]
+    before = [list(g["params"]) for g in optimizer.param_groups]
+    inputs, targets = family_data("mlp")
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with fresh_parameters(optimizer, fresh):
+        set_learning_rate(optimizer, Rates(old=0.0, fresh=0.1))
+        optimizer.step()
+        held = [p for g in optimizer.param_groups for p in g["params"]]
+        assert len(held) == len(set(held)) == len(list(model.parameters()))
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, weights[n])}
+    decayed = {n for n in receipt.parameters if n.endswith("inner.weight")}  # by weight decay, not by a gradient
+    assert moved == {n for n in receipt.parameters if ".project." in n} | decayed
+    assert [set(g["params"]) for g in optimizer.param_groups] == [set(g) for g in before]
+    assert len(optimizer.param_groups) == 2
 
 
 def settings(optimizer):
