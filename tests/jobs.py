@@ -35,7 +35,7 @@ def job_data(storage: Path, **changes: Any) -> dict[str, Any]:
             "schedules": [
                 {"use": "scratch", "name": "scratch", **SMALL},
                 JOINT,
-                {"use": "one_shot_late", "name": "late", **SMALL, "add_units": 4},
+                {"use": "one_shot_late", "name": "late", **SMALL, "add_units": 4, "add_channels": 4},
             ],
         },
         "scheduler": {"prune_ratio": 1000.0},

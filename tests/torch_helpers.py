@@ -15,6 +15,7 @@ from torch.multiprocessing import get_context, start_processes
 from growth_service.core.decisions import Decision
 from growth_service.core.schedule import (
     AddBlock,
+    AddChannels,
     AddData,
     AddUnits,
     FixedSteps,
@@ -219,13 +220,14 @@ GROWS_ALL = FixedSteps(
             1,
             (
                 AddUnits(block="groups.1.blocks.0.branch", units=4),
+                AddChannels(site="groups.1.entry", channels=4),
                 AddBlock(site="groups.1.blocks.0"),
                 AddData(share=1.0),
             ),
         ),
     )
 )
-"""Depth, width and data grow, with and without a jumpboard step."""
+"""Depth, width, the stream and data grow, with and without a jumpboard step."""
 BY_SIGNAL = SignalGuided(units=4, tolerance_nats=0.05)
 """Certificates decide; on the small trial they find at least one useful block."""
 

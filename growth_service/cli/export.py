@@ -15,10 +15,10 @@ def export_command(
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file: name a folder")
     folder = checkpoint_folder(run, uri=uri, storage=storage)
-    from growth_service.growth import growth_log
+    from growth_service.growth import growth_log, merge
     from growth_service.models.sites import size_of
     from growth_service.training.checkpoint import load_checkpoint
-    from growth_service.training.export import densified, export_onnx, save_network
+    from growth_service.training.export import export_onnx, save_network
 
     checkpoint = load_checkpoint(folder)
     model = checkpoint.model
@@ -27,9 +27,9 @@ def export_command(
     try:
         save_network(model, output)
         if onnx:
-            export_onnx(
-                densified(model) if dense else model, example_of(checkpoint.base["spec"]), output / "network.onnx"
-            )
+            if dense:
+                merge(model)
+            export_onnx(model, example_of(checkpoint.base["spec"]), output / "network.onnx")
     except OSError as error:
         raise UserError(f"--output {output} cannot be written ({error}): name another folder") from error
     found: dict[str, Any] = {

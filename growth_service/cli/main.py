@@ -164,7 +164,7 @@ def export(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write to; made if it is not there.")],
     onnx: Annotated[bool, typer.Option("--onnx", help="Also network.onnx (extra 'onnx').")] = False,
     dense: Annotated[
-        bool, typer.Option("--dense", help="In ONNX, wider streams as plain matrices (equal to rounding).")
+        bool, typer.Option("--dense", help="In ONNX, what growth added folded into plain matrices (equal to rounding).")
     ] = False,
     storage: Storage = DEFAULT_STORAGE,
     tracking_uri: TrackingUri = None,

@@ -3,6 +3,7 @@
 from growth_service.growth.duplicate import duplicate_units
 from growth_service.growth.insert import insert_block, record_jumpboard
 from growth_service.growth.log import growth_log
+from growth_service.growth.merge import merge
 from growth_service.growth.remove import remove_block, remove_units
 from growth_service.growth.replay import follow, rebuild
 from growth_service.growth.stream import widen_stream
@@ -15,6 +16,7 @@ __all__ = [
     "follow",
     "growth_log",
     "insert_block",
+    "merge",
     "new_heads",
     "new_units",
     "rebuild",

@@ -17,6 +17,12 @@ def append(model: nn.Module, receipt: Receipt) -> None:
     setattr(model, _LOG, [*growth_log(model), receipt])
 
 
+def forget(model: nn.Module) -> None:
+    """Make the network a base of its own."""
+    if hasattr(model, _LOG):
+        delattr(model, _LOG)
+
+
 def next_identifier(model: nn.Module, parent: str) -> str:
     """Id of the next block under ``<site>.grown`` or ``<block>.widened``: how many were ever attached there.
 

@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from growth_service.blocks.composed import Composed, dense
 from growth_service.core.receipts import Receipt
 from growth_service.errors import CheckpointError, GrowthError
 from growth_service.growth import growth_log, rebuild
@@ -84,17 +83,6 @@ def load_network(folder: Path | str, *, base: nn.Module | None = None) -> nn.Mod
         return base
     base.to(next(iter(state.values())).dtype).load_state_dict(state, strict=True)
     return base
-
-
-def densified(model: nn.Module) -> nn.Module:
-    """Fold the pieces of wider streams into plain matrices, in place, for export and speed; equal to rounding.
-
-    The network cannot be rebuilt from its log any more: it is a new base.
-    """
-    for module in list(model.modules()):
-        if isinstance(module, Composed):
-            dense(module)
-    return model
 
 
 def export_onnx(model: nn.Module, example: Any, path: Path | str) -> None:

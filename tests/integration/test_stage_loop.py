@@ -121,7 +121,7 @@ def trial(request, undisturbed):
 def test_the_fixed_trial_grows_depth_width_and_data(undisturbed):
     records = undisturbed["fixed"].records
     steps = " ".join(word for r in records[:-1] for word in r.step)
-    assert all(word in steps for word in ("depth@", "(jumpboard ", "width@", "data@1.00"))
+    assert all(word in steps for word in ("depth@", "(jumpboard ", "width@", "stream@", "data@1.00"))
     assert [(r.depth, r.width, r.train_samples) for r in records[:-1]] == [(2, 16, 160), (3, 24, 160), (4, 36, 320)]
     assert not any(r.fallback for r in records[:-1])
 

@@ -56,6 +56,9 @@ def test_insertions_and_widenings_changed_no_output(study):
     receipts = [r for t in study.trials for s in t.stages for r in s.receipts if r["kind"] in ("insert", "widen")]
     assert {r["kind"] for r in receipts} == {"insert", "widen"}
     assert {r["output_change"] for r in receipts} == {0.0}
+    streams = [r for t in study.trials for s in t.stages for r in s.receipts if r["kind"] == "stream"]
+    assert streams
+    assert all(r["output_change"] < 1e-4 for r in streams)  # rounding, of logits of about ten
 
 
 def test_the_budget_of_study_and_trials_balances(study):
@@ -145,7 +148,7 @@ def test_the_growth_commands_of_the_readme_run(study, storage, tmp_path, monkeyp
     foreign = [c for c in commands if re.search("torchvision:|hf:|python:", c)]  # need a network of the reader's own
     assert len(foreign) == 3
     commands = [c for c in commands if c not in foreign]
-    assert [c.split()[1] for c in commands] == ["check", "run", "compare", "probe"]
+    assert [c.split()[1] for c in commands] == ["check", "run", "compare", "probe", "export"]
     for command in foreign:
         with pytest.raises(UserError):  # they say what is missing; tests of the command line run them on stand-ins
             run_cli(command.removeprefix("growth "))
@@ -153,6 +156,7 @@ def test_the_growth_commands_of_the_readme_run(study, storage, tmp_path, monkeyp
         extra = shrink if command.split()[1] in ("check", "run") else ""
         run_cli(f"{command.removeprefix('growth ')} {extra}")
     assert (tmp_path / "sites.png").is_file()
+    assert (tmp_path / "grown" / "network.onnx").is_file()
 
 
 def test_two_workers_leave_the_records_of_one(storage, tmp_path):

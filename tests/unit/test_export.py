@@ -11,8 +11,8 @@ from torch_helpers import generator
 
 from growth_service.cli.export import example_of
 from growth_service.errors import CheckpointError
-from growth_service.growth import growth_log, insert_block, remove_block, remove_units, widen, widen_stream
-from growth_service.training.export import densified, export_onnx, load_network, save_network
+from growth_service.growth import growth_log, insert_block, merge, remove_block, remove_units, widen, widen_stream
+from growth_service.training.export import export_onnx, load_network, save_network
 
 NAMES = ["mlp", "resnet", "gpt", "gpt-rotary-rms"]
 BRANCH = "groups.0.blocks.0.branch"
@@ -52,7 +52,9 @@ def test_onnx_gives_the_same_outputs(name, dense, tmp_path):
     model = grown(name)
     x = inputs_of(name)
     before = model(x).detach()
-    export_onnx(densified(model) if dense else model, example_of(model.spec), tmp_path / "network.onnx")
+    if dense:
+        merge(model)
+    export_onnx(model, example_of(model.spec), tmp_path / "network.onnx")
     session = onnxruntime.InferenceSession(str(tmp_path / "network.onnx"), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     np.testing.assert_allclose(found, before.numpy(), rtol=0, atol=2e-5 * float(before.abs().max()))

@@ -16,6 +16,7 @@ from growth_service.growth import (
     follow,
     growth_log,
     insert_block,
+    merge,
     rebuild,
     remove_block,
     remove_units,
@@ -353,3 +354,82 @@ def test_copies_that_change_outputs_are_taken_back(monkeypatch):
     with pytest.raises(UserError, match="more than rounding"):
         duplicate_units(model, site=BRANCH, units=2, generator=generator(), check_batch=x)
     assert_untouched(model, before)
+
+
+# --- merging --------------------------------------------------------------------------------------
+
+
+def grown_and_trained(name):
+    model = network(name)
+    if "gpt" in name:
+        widen(model, site=BRANCH, heads=2, generator=generator(1))
+    for seed in range(2):
+        widen(model, site=BRANCH, units=4, generator=generator(2 + seed))
+    insert_block(model, site="groups.0.blocks.0", generator=generator(4))
+    widen_stream(model, site="groups.0.entry", channels=4, generator=generator(5))
+    widen(model, site="groups.0.blocks.0.grown.0", units=4, generator=generator(6))
+    train(model, name, optim.AdamW(model.parameters(), lr=1e-2), 5)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "folded"),
+    [
+        ("mlp", [f"{BRANCH}.widened.0", f"{BRANCH}.widened.1", "groups.0.blocks.0.grown.0.widened.0"]),
+        ("resnet", []),
+        ("gpt", []),  # its units read the stream plus the old heads
+        (
+            "gpt-rotary-rms",
+            [f"{BRANCH}.widened.{i}" for i in range(3)] + ["groups.0.blocks.0.grown.0.widened.0"],
+        ),
+    ],
+)
+def test_a_merged_network_computes_the_same_with_fewer_and_larger_matrices(name, folded):
+    model, x = grown_and_trained(name), inputs_of(name)
+    before, hidden = model(x).detach(), model.get_submodule(BRANCH).hidden
+    assert merge(model) == folded
+    torch.testing.assert_close(model(x), before, rtol=0, atol=5e-6 * float(before.abs().max()))
+    assert growth_log(model) == []
+    assert not any("wider" in n for n, _ in model.named_parameters())
+    host = model.get_submodule(BRANCH)
+    units = 8 if f"{BRANCH}.widened.1" in folded else 0
+    assert host.hidden == host.config()["hidden"] == hidden + units
+    twin = block_from_config(host.config(), generator=generator())
+    own = {n: v for n, v in host.state_dict().items() if "widened" not in n}
+    twin.load_state_dict(own)
+    if name == "mlp":
+        z = torch.randn(3, 10, generator=generator(8))
+        torch.testing.assert_close(twin(z), host(z))
+
+
+def test_a_merged_network_trains_and_grows_on():
+    model = grown_and_trained("gpt-rotary-rms")
+    x = inputs_of("gpt-rotary-rms")
+    merge(model)
+    train(model, "gpt-rotary-rms", optim.AdamW(model.parameters(), lr=1e-3), 2)
+    assert insert_block(model, site="groups.0.entry", generator=generator(1), check_batch=x).output_change == 0.0
+    widen_stream(model, site="groups.0.entry", channels=2, generator=generator(2), check_batch=x)
+
+
+# --- networks with the norm after the sum ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_block_after_a_post_norm_layer_is_exact(training):
+    """The branch has a norm of its own and none comes after the sum, so the network's norms are as they were."""
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
+    model = nn.Sequential(*layers, nn.Linear(8, 3)).train(training)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape, generator=generator(1)))
+    x = torch.randn(4, 5, 8, generator=generator(2))
+    before = model(x)
+    old = [p.detach().clone() for p in torch.autograd.grad(before.square().sum(), list(model.parameters()))]
+    names = list(named(model))
+    for site in ("0", "1"):
+        block = TransformerBlock(8, 2, 16, causal=False)
+        insert_block(model, site=site, block=block, generator=generator(), check_batch=x)
+    assert torch.equal(model(x), before)
+    again = torch.autograd.grad(model(x).square().sum(), [named(model)[n] for n in names])
+    assert all(torch.equal(a, b) for a, b in zip(again, old, strict=True))
