@@ -81,7 +81,7 @@ class Block(nn.Module):
                 nn.init.zeros_(parameter)
             elif parameter.ndim > 1:
                 nn.init.kaiming_normal_(parameter, nonlinearity="relu", generator=generator)
-            elif name.endswith("weight"):
+            elif name.endswith("weight") or name.endswith(".rows"):  # of a norm; rows: of channels added to it
                 nn.init.ones_(parameter)
             else:
                 nn.init.zeros_(parameter)

@@ -192,7 +192,7 @@ class TransformerBlock(_Attending):
         heads = self._attend(self.attn_norm(z))
         attention = nn.functional.linear(heads, weight[:, :split])
         units = self._units(self.mlp_norm(z + attention))
-        if self.project._forward_pre_hooks:  # who listens to the projection must hear all that it writes
+        if self.project._forward_pre_hooks or self.project._forward_hooks:  # who listens must hear all that it writes
             whole: Tensor = self.project(torch.cat([heads, units], dim=-1))
             return whole
         return attention + nn.functional.linear(units, weight[:, split:], self.project.bias)

@@ -14,6 +14,8 @@ def export_command(
     """Write weights and recipe, and ONNX where asked for."""
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file: name a folder")
+    if dense and not onnx:
+        raise UserError("--dense goes with --onnx: weights.safetensors keeps what growth added apart, to grow on")
     folder = checkpoint_folder(run, uri=uri, storage=storage)
     from growth_service.growth import growth_log, merge
     from growth_service.models.sites import size_of

@@ -1,10 +1,14 @@
 """What a grow step is checked against: outputs before and after, and what may be grown at all."""
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from growth_service.errors import SiteError, UserError
 from growth_service.models.streams import stream_of
@@ -46,16 +50,75 @@ def unshared(model: nn.Module, path: str) -> None:
         )
 
 
+def untied(model: nn.Module, paths: Iterable[str]) -> None:
+    """Refuse layers whose parameters are used elsewhere too: resizing one would tear them apart.
+
+    Raises:
+        UserError: Naming the parameter and its places.
+    """
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(parameter, []).append(name)
+    for path in paths:
+        for parameter in model.get_submodule(path).parameters():
+            if len(places[parameter]) > 1:
+                raise UserError(
+                    f"{places[parameter][0]!r} is one parameter at {len(places[parameter])} places "
+                    f"({', '.join(places[parameter])}): it cannot be resized at one of them; untie it first"
+                )
+
+
+def whole_number(value: Any, *, what: str) -> int:
+    """A count or an index as a plain int.
+
+    Raises:
+        UserError: If it is none.
+    """
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise UserError(f"{what} must be a whole number, got {value!r} ({type(value).__name__})") from error
+
+
+@contextmanager
+def runs_once(module: nn.Module, *, site: str) -> Iterator[None]:
+    """Inside, one forward pass must call ``module`` exactly once, since what is attached to it runs when it is called.
+
+    Raises:
+        SiteError: If it does not.
+    """
+    calls: list[None] = []
+    handle = module.register_forward_hook(lambda *_: calls.append(None))
+    try:
+        yield
+    finally:
+        handle.remove()
+    if len(calls) != 1:
+        raise SiteError(
+            f"{site!r} is called {len(calls)} times in a forward pass, and a block there would run as often: choose a "
+            "module that is called once"
+        )
+
+
 def growable(model: nn.Module) -> None:
     """Refuse networks whose forward pass no longer is that of their modules.
 
     Raises:
-        UserError: If the network is compiled or scripted.
+        UserError: If the network, or a part of it, is compiled, scripted or wrapped.
     """
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UserError("a scripted network cannot be grown: grow the module it was made from, and script it again")
-    if hasattr(model, "_orig_mod"):
+    if isinstance(model, DistributedDataParallel | AveragedModel):
         raise UserError(
-            "a compiled network cannot be grown: grow the module inside (model._orig_mod) and compile it again, since "
-            "the compiled graph does not know the new block"
+            f"a {type(model).__name__} cannot be grown: grow the network inside (model.module), and wrap it again (or "
+            "let an average follow it), so that the wrapper knows the new parameters"
         )
+    for path, module in model.named_modules():
+        where = f"at {path!r} " if path else ""
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(
+                f"a scripted network {where}cannot be grown: grow the module it was made from, and script it again"
+            )
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UserError(
+                f"a compiled network {where}cannot be grown: grow the module it was made from (model._orig_mod) and "
+                "compile that again, since the compiled graph does not know the new block"
+            )

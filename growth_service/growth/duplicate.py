@@ -13,7 +13,7 @@ from growth_service.blocks import Block, TransformerBlock
 from growth_service.blocks.composed import dense_state
 from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
-from growth_service.growth.check import growable, outputs, unshared
+from growth_service.growth.check import growable, outputs, unshared, whole_number
 from growth_service.growth.insert import attach_and_judge
 from growth_service.growth.sharding import check_unsharded
 from growth_service.growth.stream import rounding_of
@@ -63,10 +63,13 @@ def duplicate_units(
             f"units of {site!r} ({host.type_name}) cannot be copied: they do not read the stream itself; widen it by "
             "units= without copies"
         )
-    chosen = _choose(host, site, units, generator)
+    chosen = _choose(host, site, whole_number(units, what="units"), generator)
     branch = _copies(host, chosen, generator)
     before = None if check_batch is None else outputs(model, check_batch)
-    kept = _share_outgoing(host, branch, chosen)
+    outgoing = dense_state(host.project)["weight"]
+    columns = [outgoing.shape[1] - host.hidden + i for i in chosen]  # heads come first
+    branch.project.get_parameter("weight").copy_(COPY_SHARE * outgoing[:, columns])
+    kept = share_outgoing(host, chosen)
 
     def judge(change: float | None) -> None:
         if change is not None and before is not None and not change <= rounding_of(before):
@@ -83,6 +86,7 @@ def duplicate_units(
             before=before,
             check_batch=check_batch,
             judge=judge,
+            copied=chosen,
         )
     except Exception:
         for parameter, value in kept:
@@ -111,21 +115,19 @@ def _copies(host: Block, chosen: list[int], generator: torch.Generator) -> Block
     branch = new_units(host, units=len(chosen), generator=generator)
     for name in (*host.unit_writers, *host.unit_norms):
         old = dense_state(host.get_submodule(name))
-        branch.get_submodule(name).load_state_dict(
-            {key: value[chosen] if value.ndim and len(value) == host.hidden else value for key, value in old.items()}
-        )
+        layer = branch.get_submodule(name)
+        copied = {k: v[chosen] if v.ndim and len(v) == host.hidden else v for k, v in old.items()}
+        zeros = {k: torch.zeros_like(v) for k, v in layer.state_dict().items()}  # of a bias that the host has not
+        layer.load_state_dict(zeros | copied)
     return branch
 
 
-def _share_outgoing(host: Block, branch: Block, chosen: list[int]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Divide outgoing weights between units and copies; returns the old values of what changed."""
-    outgoing = dense_state(host.project)["weight"]
-    columns = [outgoing.shape[1] - host.hidden + i for i in chosen]  # heads come first
-    weight = branch.project.get_parameter("weight")
-    weight.copy_(COPY_SHARE * outgoing[:, columns])
+def share_outgoing(host: Block, chosen: list[int]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Leave to some units what their copies do not take over; returns the old values of what changed."""
     kept = []
     for parameter in host.project.parameters():
         if parameter.ndim > 1:
+            columns = [parameter.shape[1] - host.hidden + i for i in chosen]  # heads come first
             kept.append((parameter, parameter.clone()))
             parameter[:, columns] = (1 - COPY_SHARE) * parameter[:, columns]
     return kept

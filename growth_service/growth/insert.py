@@ -18,7 +18,7 @@ from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
 from growth_service.growth import log
 from growth_service.growth.attach import Attachment, attach
-from growth_service.growth.check import growable, largest_change, outputs, unshared
+from growth_service.growth.check import growable, largest_change, outputs, runs_once, unshared
 from growth_service.growth.sharding import begin_again, shard_like
 from growth_service.growth.transplant import Optimizers, adopt
 from growth_service.models import adapters
@@ -63,6 +63,8 @@ def insert_block(
     growable(model)
     module = resolve(model, site)
     unshared(model, site)
+    if block is not None and any(m is block for m in model.modules()):
+        raise UserError(f"the block for {site!r} is in the network already: pass a block of its own (a copy of it)")
     if block is None:
         place = _describe(model, site, check_batch)
         block = block_from_config(default_block_config(model, place), generator=generator)
@@ -149,6 +151,7 @@ def attach_and_judge(
     before: Tensor | None,
     check_batch: Any,
     judge: Callable[[float | None], None] = lambda _: None,
+    copied: list[int] | None = None,
 ) -> Receipt:
     """Attach, measure, judge; then, and only then, tell optimiser and log.
 
@@ -162,28 +165,33 @@ def attach_and_judge(
         before: Outputs before; None: nothing is measured.
         check_batch: Inputs.
         judge: Raises where the largest change of an output is too large; all is undone then.
+        copied: Of copies of units: which they copy.
     """
     parent = f"{site}.{attachment}"
     identifier = log.next_identifier(model, parent)
+    path = f"{parent}.{identifier}"
     undo = put(model, module, attachment, block, identifier=identifier)
     try:
-        change = None if before is None else largest_change(before, outputs(model, check_batch))
+        change = None
+        if before is not None:
+            with runs_once(module, site=site):
+                after = outputs(model, check_batch)
+            change = largest_change(before, after)
         judge(change)
+        named = {f"{path}.{name}": p for name, p in block.named_parameters()}
+        if optimizer is not None:
+            adopt(optimizer, named, model=model)
     except Exception:
         undo()
         raise
-    path = f"{parent}.{identifier}"
-    named = {f"{path}.{name}": p for name, p in block.named_parameters()}
     receipt = Receipt(
-        kind="insert" if attachment == "grown" else "widen",
+        kind="insert" if attachment == "grown" else "widen" if copied is None else "duplicate",
         path=path,
-        block=block.config(),
+        block=block.config() if copied is None else {"branch": block.config(), "copied": copied},
         parameters=tuple(named),
         parameters_added=sum(p.numel() for p in named.values()),
         output_change=change,
     )
-    if optimizer is not None:
-        adopt(optimizer, named, model=model)
     log.append(model, receipt)
     return receipt
 

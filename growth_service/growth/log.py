@@ -5,6 +5,7 @@ from torch import nn
 from growth_service.core.receipts import Receipt
 
 _LOG = "_growth_log"
+_ATTACHES = ("insert", "widen", "duplicate")
 
 
 def growth_log(model: nn.Module) -> list[Receipt]:
@@ -28,4 +29,4 @@ def next_identifier(model: nn.Module, parent: str) -> str:
 
     An id is never given twice, so that a name in the log, in a checkpoint or in a table means one block.
     """
-    return str(sum(r.path.rpartition(".")[0] == parent for r in growth_log(model) if r.kind in ("insert", "widen")))
+    return str(sum(r.path.rpartition(".")[0] == parent for r in growth_log(model) if r.kind in _ATTACHES))

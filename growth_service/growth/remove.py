@@ -15,7 +15,7 @@ from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
 from growth_service.growth import log
 from growth_service.growth.attach import detach, owner
-from growth_service.growth.check import growable, largest_change, outputs
+from growth_service.growth.check import growable, largest_change, outputs, unshared, untied, whole_number
 from growth_service.growth.sharding import begin_again, check_unsharded
 from growth_service.growth.transplant import Optimizers, forget, replace_cut
 from growth_service.models.families import Residual
@@ -48,6 +48,7 @@ def remove_block(
             f"{block!r} is a {type(found).__name__} that cannot be removed: name an inserted block or branch of units "
             "by the path in its receipt, or a branch of one of this project's families"
         )
+    unshared(model, block)
     before = None if check_batch is None else outputs(model, check_batch)
     named = {f"{block}.{name}": p for name, p in found.named_parameters()}
     take_out(model, block)
@@ -114,8 +115,10 @@ def remove_units(
     host = resolve(model, site)
     if not isinstance(host, Block):
         raise SiteError(f"{site!r} is a {type(host).__name__}, not a block: only blocks have units to remove")
-    units, heads = sorted(set(units)), sorted(set(heads))
-    _check_units(host, site, units=units, heads=heads)
+    units, heads = (_indices(given, what=what) for given, what in ((units, "units"), (heads, "heads")))
+    check_units(host, site, units=units, heads=heads)
+    unshared(model, site)
+    untied(model, [f"{site}.{name}" for name in _cut_layers(host, heads=bool(heads))])
     before = None if check_batch is None else outputs(model, check_batch)
     num = sum(p.numel() for p in host.parameters())
     changed = shrink(host, units=units, heads=heads, optimizer=optimizer)
@@ -148,14 +151,34 @@ def shrink(
             columns += rows
     if units:
         for name in (*host.unit_writers, *host.unit_norms):
-            changed |= _cut(host.get_submodule(name), 0, units, optimizer)
+            layer = host.get_submodule(name)
+            if not isinstance(layer, nn.Identity):
+                changed |= _cut(layer, 0, units, optimizer)
         columns += [offset + i for i in units]
     changed |= _cut(host.project, 1, columns, optimizer)
     host.restate(hidden=-len(units), heads=-len(heads))
     return changed
 
 
-def _check_units(host: Block, site: str, *, units: Sequence[int], heads: Sequence[int]) -> None:
+def _indices(given: Any, *, what: str) -> list[int]:
+    """Sorted plain indices, each once.
+
+    Raises:
+        UserError: If they are no whole numbers.
+    """
+    try:
+        listed = list(given)
+    except TypeError as error:
+        raise UserError(f"{what} must be a list of indices, got {given!r}") from error
+    return sorted({whole_number(value, what=f"an index of {what}") for value in listed})
+
+
+def _cut_layers(host: Block, *, heads: bool) -> list[str]:
+    """Children that lose rows or columns."""
+    return [*host.unit_writers, *host.unit_norms, *(("query", "key", "value") if heads else ()), "project"]
+
+
+def check_units(host: Block, site: str, *, units: Sequence[int], heads: Sequence[int]) -> None:
     """Refuse what cannot be cut, before anything changes."""
     if not units and not heads:
         raise UserError(f"no unit and no head of {site!r} was named: pass units= or heads=")
@@ -193,6 +216,8 @@ def _cut(layer: nn.Module, axis: int, gone: Sequence[int], optimizer: Optimizers
             if parameter.ndim <= axis or parameter.shape[axis] != size:
                 continue
             left = nn.Parameter(parameter.detach().index_select(axis, keep), requires_grad=parameter.requires_grad)
+            if parameter.grad is not None:
+                left.grad = parameter.grad.index_select(axis, keep)
             part._parameters[name] = left  # a layer with pieces shows another weight under this name
             changed.add(left)
             if optimizer is not None:

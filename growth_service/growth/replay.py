@@ -4,14 +4,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from growth_service.blocks import Block, block_from_config
 from growth_service.core.receipts import Receipt
-from growth_service.errors import SiteError, UserError
+from growth_service.errors import UserError
 from growth_service.growth.attach import owner
+from growth_service.growth.duplicate import share_outgoing
 from growth_service.growth.insert import put
 from growth_service.growth.log import append, growth_log, next_identifier
-from growth_service.growth.remove import shrink, take_out
+from growth_service.growth.remove import check_units, shrink, take_out
 from growth_service.growth.stream import replay_stream
 from growth_service.models.streams import resolve
 
@@ -45,8 +48,8 @@ def follow(copy: nn.Module, model: nn.Module) -> list[Receipt]:
     What is old in the copy stays as it is; what is new gets the values that it has in ``model``.
 
     Args:
-        copy: A deep copy of ``model`` made at any earlier time, or a wrapper around one (``AveragedModel``).
-        model: The network that has grown since.
+        copy: A deep copy of ``model`` made at any earlier time, or an ``AveragedModel`` of one.
+        model: The network that has grown since, or a data-parallel wrapper around it.
 
     Returns:
         The steps taken.
@@ -54,22 +57,34 @@ def follow(copy: nn.Module, model: nn.Module) -> list[Receipt]:
     Raises:
         UserError: If the copy has grown in another way.
     """
-    inner = getattr(copy, "module", copy)
-    old, new = growth_log(inner), growth_log(model)
+    inner, source = _unwrapped(copy), _unwrapped(model)
+    old, new = growth_log(inner), growth_log(source)
     if new[: len(old)] != old:
         raise UserError(
             f"this copy has taken {len(old)} grow steps that are not the first of the network's {len(new)}: make a new "
             "copy of the network"
         )
-    values = dict(model.named_parameters()) | dict(model.named_buffers())
-    taken = new[len(old) :]
+    taken, made = new[len(old) :], set[str]()
     for receipt in taken:
-        known = {name for name, _ in [*inner.named_parameters(), *inner.named_buffers()]}
+        known = _tensors(inner)
         replay(inner, receipt)
-        for name, tensor in [*inner.named_parameters(), *inner.named_buffers()]:
-            if name not in known and name in values:  # what a later step removes again has no value
-                tensor.copy_(values[name].reshape(tensor.shape) if values[name].shape == tensor.shape else tensor)
+        if receipt.kind == "duplicate":
+            host = resolve(inner, receipt.path.rpartition(".widened.")[0])
+            assert isinstance(host, Block)
+            share_outgoing(host, receipt.block["copied"])
+        made |= set(_tensors(inner)) - set(known)
+    values, own = _tensors(source), _tensors(inner)
+    for name in made & set(own):  # what a later step removed again has no value
+        own[name].copy_(values[name])
     return taken
+
+
+def _unwrapped(network: nn.Module) -> nn.Module:
+    return network.module if isinstance(network, DistributedDataParallel | AveragedModel) else network
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def replay(model: nn.Module, receipt: Receipt) -> None:
@@ -83,7 +98,7 @@ def replay(model: nn.Module, receipt: Receipt) -> None:
     )
     try:
         made = _replay(model, receipt)
-    except (SiteError, AttributeError, AssertionError) as error:
+    except (UserError, AttributeError, AssertionError, KeyError, TypeError, IndexError, RuntimeError) as error:
         raise UserError(f"{wrong}: {error}; wrong base or order") from error
     if made != receipt.path:
         raise UserError(f"{wrong}: replaying it gives {made!r}; wrong base or order")
@@ -93,12 +108,13 @@ def replay(model: nn.Module, receipt: Receipt) -> None:
 def _replay(model: nn.Module, receipt: Receipt) -> str:
     generator = torch.Generator().manual_seed(0)
     match receipt.kind:
-        case "insert" | "widen":
+        case "insert" | "widen" | "duplicate":
             place = owner(receipt.path)
             if place is None:
                 return "nothing"
             parent, attachment, _ = place
-            block = block_from_config(receipt.block, generator=generator)
+            config = receipt.block["branch"] if receipt.kind == "duplicate" else receipt.block
+            block = block_from_config(config, generator=generator)
             identifier = next_identifier(model, f"{parent}.{attachment}")
             put(model, resolve(model, parent), attachment, block, identifier=identifier)
             return f"{parent}.{attachment}.{identifier}"
@@ -109,7 +125,11 @@ def _replay(model: nn.Module, receipt: Receipt) -> str:
         case "shrink":
             host = resolve(model, receipt.path)
             assert isinstance(host, Block)
-            shrink(host, units=receipt.block["units"], heads=receipt.block["heads"])
+            units, heads = receipt.block["units"], receipt.block["heads"]
+            check_units(host, receipt.path, units=units, heads=heads)
+            shrink(host, units=units, heads=heads)
         case "jumpboard":
             pass
+        case other:
+            raise UserError(f"unknown step {other!r}: update growth-service")
     return receipt.path

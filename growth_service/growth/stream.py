@@ -14,7 +14,8 @@ Sources: Wang et al. 2024, "LEMON" (arXiv:2310.07999); Gesmundo and Maile 2023 (
 "GradMax" (arXiv:2201.05125), for one side zero and the other not.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,12 +34,14 @@ from growth_service.blocks.composed import (
 from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
 from growth_service.growth import log
-from growth_service.growth.check import growable, largest_change, outputs
+from growth_service.growth.check import growable, largest_change, outputs, untied, whole_number
 from growth_service.growth.sharding import check_unsharded
 from growth_service.growth.transplant import Optimizers, adopt
 from growth_service.models.families import GPT, Family, Group, TokenEmbedding
 from growth_service.models.streams import resolve
 
+_ON_STREAM = re.compile(r"groups\.\d+\.(entry|blocks\.\d+)(\.branch)?(\.(grown|widened)\.\d+)*")
+"""Paths of blocks that read and write a stream."""
 Start = Literal["mean", "zero", "random"]
 """What the new rows of writers are at first."""
 ROUNDING = 5e-6
@@ -90,19 +93,28 @@ def widen_stream(
     check_unsharded(model, what="a wider stream")
     group = _group_of(model, site)
     parts = parts_of(model, group)
+    channels = whole_number(channels, what="channels")
     if channels < 1:
         raise UserError(f"a stream is widened by at least 1 channel, got {channels}")
     start = _check(parts, channels=channels)
+    untied(model, [*parts.writers, *parts.readers, *parts.norms])
     before = None if check_batch is None else outputs(model, check_batch)
+    undo = _remember(model, group, parts)
     named = _extend(parts, channels=channels, start=start, generator=generator)
     _restate(model, group, parts, channels)
-    if before is not None:
-        change: float | None = largest_change(before, outputs(model, check_batch))
-        if not change <= rounding_of(before):  # type: ignore[operator]  # NaN is refused too
-            _undo(model, group, parts, channels)
-            raise UserError(f"{channels} more channels at {site!r} change outputs by {change:.3g}: more than rounding")
-    else:
+    try:
         change = None
+        if before is not None:
+            change = largest_change(before, outputs(model, check_batch))
+            if not change <= rounding_of(before):  # NaN is refused too
+                raise UserError(
+                    f"{channels} more channels at {site!r} change outputs by {change:.3g}: more than rounding"
+                )
+        if optimizer is not None:
+            adopt(optimizer, named, model=model)
+    except Exception:
+        undo()
+        raise
     receipt = Receipt(
         kind="stream",
         path=group,
@@ -111,16 +123,15 @@ def widen_stream(
         parameters_added=sum(p.numel() for p in named.values()),
         output_change=change,
     )
-    if optimizer is not None:
-        adopt(optimizer, named, model=model)
     log.append(model, receipt)
     return receipt
 
 
 def rounding_of(outputs_before: Tensor) -> float:
     """Largest change of an output that is taken for rounding."""
-    share = _DOUBLE_ROUNDING if outputs_before.dtype == torch.float64 else ROUNDING
-    return share * float(outputs_before.abs().max())
+    kind = outputs_before.dtype
+    shares = {torch.float64: _DOUBLE_ROUNDING, torch.float32: ROUNDING}
+    return shares.get(kind, 4 * torch.finfo(kind).eps) * float(outputs_before.abs().max())
 
 
 def replay_stream(model: nn.Module, group: str, *, channels: int, generator: torch.Generator) -> tuple[str, ...]:
@@ -153,7 +164,14 @@ def parts_of(model: nn.Module, group_path: str) -> Parts:
     writers = {f"{group_path}.entry.{p}".rstrip("."): m for p, m in _entry_writers(group.entry)}
     readers: dict[str, nn.Module] = {}
     norms: dict[str, nn.Module] = {}
+    last = group_path == f"groups.{len(model.groups) - 1}"
+    around = [p for p, m in model.named_modules() if isinstance(m, Block) and last and p.startswith(("norm.", "head."))]
     blocks = [(p, m) for p, m in group.named_modules(prefix=group_path) if isinstance(m, Block)]
+    for path in [*around, *(p for p, _ in blocks if not _ON_STREAM.fullmatch(p))]:
+        raise UserError(
+            f"the stream cannot be widened: the block at {path!r} is on no residual stream of the network; remove it "
+            "first"
+        )
     for path, block in blocks:
         writers[f"{path}.project"] = block.project
         for names, found in ((block.stream_readers, readers), (block.stream_norms, norms)):
@@ -259,11 +277,30 @@ def _restate(model: nn.Module, group: str, parts: Parts, channels: int) -> None:
     entry = model.get_submodule(f"{group}.entry")
     if isinstance(entry, TokenEmbedding):
         entry.embedding_dim += channels
-    if isinstance(model, GPT):
-        model.branch["width"] += channels
+    if isinstance(model, GPT):  # of blocks that a network without any would get
+        head_dim = model.branch.get("head_dim") or model.branch["width"] // model.branch["heads"]
+        model.branch |= {
+            "width": model.branch["width"] + channels,
+            "head_dim": head_dim,
+            "norm_eps": model.get_submodule("norm").eps,
+        }
 
 
-def _undo(model: nn.Module, group: str, parts: Parts, channels: int) -> None:
-    for layer in [*parts.writers.values(), *parts.readers.values(), *parts.norms.values()]:
-        retract(layer)
-    _restate(model, group, parts, -channels)
+def _remember(model: nn.Module, group: str, parts: Parts) -> Callable[[], None]:
+    """How to take the pieces off again, and to state the sizes as before."""
+    configs = [(block, dict(block._config)) for block in parts.blocks]
+    entry = model.get_submodule(f"{group}.entry")
+    width = entry.embedding_dim if isinstance(entry, TokenEmbedding) else None
+    branch = dict(model.branch) if isinstance(model, GPT) else None
+
+    def undo() -> None:
+        for layer in [*parts.writers.values(), *parts.readers.values(), *parts.norms.values()]:
+            retract(layer)
+        for block, config in configs:
+            block._config = config
+        if isinstance(entry, TokenEmbedding) and width is not None:
+            entry.embedding_dim = width
+        if isinstance(model, GPT) and branch is not None:
+            model.branch = branch
+
+    return undo

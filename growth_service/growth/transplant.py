@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn, optim
 
+from growth_service.errors import UserError
+
 Optimizers = optim.Optimizer | Sequence[optim.Optimizer]
 
 
@@ -30,6 +32,9 @@ def adopt(optimizer: Optimizers, named_new: dict[str, nn.Parameter], *, model: n
         optimizer: Any torch optimiser, or several; groups may or may not carry parameter names.
         named_new: New parameters by name, as in a receipt.
         model: The network, for the names of its parameters; None: names in the groups, if any.
+
+    Raises:
+        UserError: If there is no optimiser that could train one of them; none is adopted then.
     """
     names = {p: n for n, p in model.named_parameters()} if model is not None else {}
     groups = [g for o in _all(optimizer) for g in o.param_groups]
@@ -37,11 +42,11 @@ def adopt(optimizer: Optimizers, named_new: dict[str, nn.Parameter], *, model: n
         names |= dict(zip(group["params"], group.get("param_names", ()), strict=False))
     known = [(names.get(p, ""), p, group) for group in groups for p in group["params"]]
     taken = {p for _, p, _ in known}
-    for name, parameter in named_new.items():
-        if parameter in taken:
-            continue
+    new = {name: p for name, p in named_new.items() if p not in taken}
+    chosen = {name: _group_of_nearest(name, p, known, optimizer) for name, p in new.items()}  # all of them, or none
+    for name, parameter in new.items():
         parameter.requires_grad_(True)
-        group = _group_of_nearest(name, parameter, known)
+        group = chosen[name]
         group["params"].append(parameter)
         if "param_names" in group:
             group["param_names"].append(name)
@@ -79,14 +84,30 @@ def replace_cut(optimizer: Optimizers, old: nn.Parameter, new: nn.Parameter, *, 
 
 
 def _all(optimizer: Optimizers) -> list[optim.Optimizer]:
-    return [optimizer] if isinstance(optimizer, optim.Optimizer) else list(optimizer)
+    found = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not all(isinstance(one, optim.Optimizer) for one in found):
+        raise UserError(f"optimizer is a {type(optimizer).__name__}: pass a torch optimiser, or a list of them")
+    return found
+
+
+def _only_matrices(group: dict[str, Any], optimizers: list[optim.Optimizer]) -> bool:
+    """Whether a group is one of Muon's, which takes nothing but matrices."""
+    return any(type(o).__name__ == "Muon" and any(g is group for g in o.param_groups) for o in optimizers)
 
 
 def _group_of_nearest(
-    name: str, parameter: nn.Parameter, known: list[tuple[str, nn.Parameter, dict[str, Any]]]
+    name: str,
+    parameter: nn.Parameter,
+    known: list[tuple[str, nn.Parameter, dict[str, Any]]],
+    optimizer: Optimizers,
 ) -> dict[str, Any]:
     """Group of the parameter of the same kind whose path has most in common with ``name``; the first of equals."""
-    alike = [k for k in known if (k[1].ndim > 1) == (parameter.ndim > 1)] or known
+    optimizers = _all(optimizer)
+    fitting = [k for k in known if parameter.ndim == 2 or not _only_matrices(k[2], optimizers)]
+    if not fitting:
+        why = "it trains no parameter yet" if not known else "Muon takes matrices only: pass a second optimiser as well"
+        raise UserError(f"the optimiser cannot adopt {name!r} of shape {tuple(parameter.shape)}: {why}")
+    alike = [k for k in fitting if (k[1].ndim > 1) == (parameter.ndim > 1)] or fitting
 
     def common(other: tuple[str, nn.Parameter, dict[str, Any]]) -> int:
         pairs = zip(name.split("."), other[0].split("."), strict=False)

@@ -13,7 +13,7 @@ from growth_service.blocks import Block, TransformerBlock, block_from_config
 from growth_service.blocks.composed import dense_state
 from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
-from growth_service.growth.check import growable, unshared
+from growth_service.growth.check import growable, unshared, whole_number
 from growth_service.growth.insert import attach_exactly
 from growth_service.growth.sharding import whole
 from growth_service.growth.transplant import Optimizers
@@ -60,9 +60,13 @@ def widen(
     if (units is None) == (heads is None):
         raise UserError(f"widen the block at {site!r} by units= or by heads=: one of the two")
     if heads is not None:
-        branch = new_heads(host, heads=heads, generator=generator)
+        branch = new_heads(host, heads=whole_number(heads, what="heads"), generator=generator)
     else:
-        branch = units if isinstance(units, Block) else new_units(host, units=units or 0, generator=generator)
+        branch = (
+            units
+            if isinstance(units, Block)
+            else new_units(host, units=whole_number(units, what="units"), generator=generator)
+        )
     return attach_exactly(model, host, "widened", site, branch, optimizer=optimizer, check_batch=check_batch)
 
 

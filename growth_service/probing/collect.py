@@ -204,12 +204,14 @@ class _SiteChunks:
         self._sketch = Sketch(frame.root, shape=(d, j), seed=seed, like=g)
         self._along = torch.from_numpy(np.ascontiguousarray(frame.along_DJ)).to(g).flatten()
         half = self._sketch.is_lossy and g.dtype != torch.float64
+        wide = torch.promote_types(g.dtype, torch.float32)
         self._rows = torch.zeros(
-            num_chunks, self._sketch.numbers, dtype=torch.float16 if half else g.dtype, device=g.device
+            num_chunks, self._sketch.numbers, dtype=torch.float16 if half else wide, device=g.device
         )
         self._scale_N = torch.zeros(num_chunks, dtype=torch.float64, device=g.device) if half else None
         self._along_N = torch.zeros(num_chunks, dtype=torch.float64, device=g.device)
-        self._total = torch.zeros(d, j, dtype=g.dtype, device=g.device)
+        self._total = torch.zeros(d, j, dtype=wide, device=g.device)
+        self._like = g.new_zeros(0)
         self._work: Tensor | None = None
         self._open = 0
         self._chunk_size, self._every = chunk_size, every
@@ -227,7 +229,7 @@ class _SiteChunks:
                 self._close()
             self._open = chunk
             if self._work is None:
-                self._work = torch.zeros_like(self._total)
+                self._work = self._like.new_zeros(self._total.shape)
             seen.add_cross(start, min(num, end), to=self._work)
             if end <= num:
                 self._close()

@@ -49,11 +49,13 @@ def removal_costs(
         reduction: What it does over samples.
         blocks: Paths; None: every residual branch and every branch of new units.
     """
-    paths = [p for p, m in model.named_modules() if isinstance(m, Block)] if blocks is None else blocks
+    paths = _removable(model) if blocks is None else blocks
+    for path in paths:
+        resolve(model, path)
     samples = counted(batches, what="batches", need="pass at least one batch", labelled=True)
     sizes = dict.fromkeys(paths, (0.0, 0.0))
-    listeners = [resolve(model, p).register_forward_hook(_measure(sizes, p)) for p in paths]
     with untouched(model, with_gradient=False):
+        listeners = [resolve(model, p).register_forward_hook(_measure(sizes, p)) for p in paths]
         try:
             whole = _losses(model, samples.batches, loss, reduction)
         finally:
@@ -79,6 +81,12 @@ def removal_costs(
                 )
             )
     return sorted(found, key=lambda cost: cost.loss_increase)
+
+
+def _removable(model: nn.Module) -> list[str]:
+    """Branches of the base, inserted blocks, branches of new units; not blocks inside another block."""
+    found = [p for p, m in model.named_modules() if isinstance(m, Block)]
+    return [p for p in found if p.rpartition(".")[2] == "branch" or p.split(".")[-2:-1] in (["grown"], ["widened"])]
 
 
 def _measure(sizes: dict[str, tuple[float, float]], path: str) -> Any:

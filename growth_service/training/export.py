@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from growth_service.core.receipts import Receipt
-from growth_service.errors import CheckpointError, GrowthError
+from growth_service.errors import CheckpointError, GrowthError, UserError
 from growth_service.growth import growth_log, rebuild
+from growth_service.growth.check import growable
 from growth_service.models import Family, build
 from growth_service.training.files import sha256_of, write_json
 
@@ -34,18 +35,42 @@ def save_network(model: nn.Module, folder: Path | str) -> None:
         folder: Made if it is not there; an older network in it is replaced.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "recipe.json").unlink(missing_ok=True)  # weights without a recipe are no network
+    _check_savable(model)
     weights, tied = _untied(model)
-    save_file(weights, folder / "weights.safetensors")
     recipe = {
         "format_version": FORMAT_VERSION,
         "base": {"spec": model.spec} if isinstance(model, Family) else None,
         "growth_log": [r.to_dict() for r in growth_log(model)],
         "tied": tied,
-        "sha256": sha256_of(folder / "weights.safetensors"),
     }
-    write_json(folder / "recipe.json", recipe)
+    try:
+        json.dumps(recipe)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the network's specification or growth log is no plain JSON: {error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / ".weights.partial"
+    save_file(weights, partial)
+    (folder / "recipe.json").unlink(missing_ok=True)  # weights without a recipe are no network
+    partial.replace(folder / "weights.safetensors")
+    write_json(folder / "recipe.json", recipe | {"sha256": sha256_of(folder / "weights.safetensors")})
+
+
+def _check_savable(model: nn.Module) -> None:
+    """Refuse what could not be read back.
+
+    Raises:
+        CheckpointError: If the network is wrapped, compiled, sharded, or its log is not that of its modules.
+    """
+    try:
+        growable(model)
+    except UserError as error:
+        raise CheckpointError(f"cannot be saved: {error}") from error
+    for name, tensor in model.state_dict().items():
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            raise CheckpointError(
+                f"cannot be saved: {name!r} is a {type(tensor).__name__}; gather a sharded network first (its full "
+                "state dictionary in an unsharded network that follows it)"
+            )
 
 
 def load_network(folder: Path | str, *, base: nn.Module | None = None) -> nn.Module:
@@ -70,18 +95,21 @@ def load_network(folder: Path | str, *, base: nn.Module | None = None) -> nn.Mod
                 f"{folder} holds a network that is none of this project's families: build its base as it was before "
                 "it grew, and pass it as base="
             )
-        base = build(recipe["base"]["spec"], seed=0)
+        try:
+            base = build(recipe["base"]["spec"], seed=0)
+        except (KeyError, TypeError, GrowthError) as error:
+            raise CheckpointError(f"the base in {folder / 'recipe.json'} is damaged: {error!r}") from error
     state = _read_weights(folder, recipe)
     try:
         log = [Receipt.from_dict(r) for r in recipe["growth_log"]]
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"the growth log in {folder / 'recipe.json'} is damaged: {error}") from error
+    if isinstance(base, Family):  # in the precision of the file
+        names = [n for n, p in base.named_parameters() if p.is_floating_point() and n in state]
+        base.to(state[names[0]].dtype if names else torch.float32)
     _check_fit(base, log, state, folder)
     rebuild(base, log)
-    if not isinstance(base, Family):
-        base.load_state_dict(state, strict=True)
-        return base
-    base.to(next(iter(state.values())).dtype).load_state_dict(state, strict=True)
+    base.load_state_dict(state, strict=True)
     return base
 
 
@@ -106,17 +134,20 @@ def export_onnx(model: nn.Module, example: Any, path: Path | str) -> None:
 
 
 def _untied(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor once, and the names that share another's."""
+    """Each tensor once, and the names that share another's; views of a part of another are copied."""
     weights: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
-    known: dict[tuple[int, tuple[int, ...]], str] = {}
+    known: dict[Any, str] = {}
+    stored: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        key = (tensor.data_ptr(), tuple(tensor.shape))
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if tensor.numel() and key in known:
             tied[name] = known[key]
             continue
         known[key] = name
-        weights[name] = tensor.detach().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        weights[name] = tensor.detach().clone().contiguous() if place in stored else tensor.detach().contiguous()
+        stored.add(place)
     return weights, tied
 
 
@@ -146,7 +177,10 @@ def _read_weights(folder: Path, recipe: dict[str, Any]) -> dict[str, Tensor]:
         state = load_file(path)
     except SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return state | {name: state[first] for name, first in recipe["tied"].items()}
+    try:
+        return state | {name: state[first] for name, first in recipe["tied"].items()}
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / 'recipe.json'} is damaged: no tensor {error} in the file") from error
 
 
 def _check_fit(base: nn.Module, log: list[Receipt], state: dict[str, Tensor], folder: Path) -> None:
@@ -172,7 +206,7 @@ def _check_fit(base: nn.Module, log: list[Receipt], state: dict[str, Tensor], fo
                 f"weights in {folder} do not fit this base: {name!r} is {tuple(tensor.shape)} in the file and "
                 f"{tuple(own[name].shape)} in the base"
             )
-        if own[name].dtype != tensor.dtype and not isinstance(base, Family):
+        if own[name].dtype != tensor.dtype:
             raise CheckpointError(
                 f"weights in {folder} have another precision: {name!r} is {tensor.dtype} in the file and "
                 f"{own[name].dtype} in the base; call base.to({tensor.dtype}) first"

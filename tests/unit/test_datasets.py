@@ -483,12 +483,29 @@ def test_tokens_from_code_are_a_text(module, tmp_path):
     [
         ("[1, 2]", "returned a list"),
         ("{'inputs': np.zeros((3, 2))}", "as many targets"),
-        ("{'inputs': np.zeros((3, 2)), 'targets': np.zeros(4)}", "as many targets"),
-        ("{'inputs': np.zeros((3, 2)), 'targets': np.zeros(3), 'labels': 1}", "returned 'labels': allowed are inputs"),
+        ("{'inputs': np.zeros((3, 2)), 'targets': np.zeros(4, int)}", "as many targets"),
+        ("{'inputs': np.zeros((0, 2)), 'targets': np.zeros(0, int)}", "as many targets"),
+        ("{'inputs': np.zeros((3, 2)), 'targets': np.zeros(3, int), 'labels': 1}", "'labels': allowed are inputs"),
         (
-            "{'inputs': np.zeros((3, 2)), 'targets': np.zeros(3), 'test_inputs': np.zeros((1, 2))}",
+            "{'inputs': np.zeros((3, 2)), 'targets': np.zeros(3, int), 'test_inputs': np.zeros((1, 2))}",
             "one of test_inputs and test_targets",
         ),
+        (
+            "{k: np.zeros((3, 2) if 'in' in k else 3, int) for k in ('inputs', 'targets', 'test_targets')} "
+            "| {'test_inputs': np.zeros((3, 5))}",
+            "test inputs of",
+        ),
+        (
+            "{k: np.zeros((3, 2) if 'in' in k else 3, int) for k in ('inputs', 'targets', 'test_inputs')} "
+            "| {'test_targets': np.array([0, 1, 2])}",
+            "test targets up to 2",
+        ),
+        ("{'inputs': np.zeros((3, 2)), 'targets': np.array([.1, .2, .3])}", "classes from 0 on, got float64"),
+        ("{'inputs': np.zeros((3, 2)), 'targets': np.array([0, -100, 1])}", "classes from 0 on, got int64 from -100"),
+        ("{'inputs': [[1], [1, 2]], 'targets': np.zeros(2, int)}", "no array"),
+        ("{'inputs': np.array(['a', 'b']), 'targets': np.zeros(2, int)}", "as numbers"),
+        ("{'inputs': np.zeros((3, 2)), 'targets': np.zeros(3, int), 'scale': 0}", "scale 0"),
+        ("{'tokens': np.arange(5), 'vocab': 'x'}", "vocab 'x'"),
         ("{'tokens': np.zeros(5)}", "tokens as whole numbers"),
         ("{'tokens': np.arange(5), 'vocab': 3}", r"from 0 to 4: they must be in \[0, 3\)"),
     ],
@@ -498,7 +515,30 @@ def test_data_from_code_that_has_another_form_is_refused(module, body, text):
         datasets.load_from_code(module(body))
 
 
-@pytest.mark.parametrize("name", [None, "justamodule", "no_such_module_anywhere:make", "json:no_such_function"])
+def test_tensors_with_gradients_and_in_half_precision_are_taken(module):
+    name = module("{'inputs': torch.ones(20, 3, requires_grad=True).bfloat16(), 'targets': torch.arange(20) % 2}")
+    assert datasets.load_from_code(name).images.dtype == np.float32
+
+
+def test_too_few_samples_for_every_part_are_refused(module, tmp_path):
+    name = module("{'inputs': np.zeros((3, 2)), 'targets': np.zeros(3, int)}")
+    with pytest.raises(UserError, match="3 samples leave none for the"):
+        prepare("python", request=Request(folder=name), seed=0, target=tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"junk", None])
+def test_a_re_encoded_copy_that_is_none_is_refused(tmp_path, content):
+    if content is None:
+        np.savez(tmp_path / "cifar10_jpeg.npz", other=np.zeros(3))
+    else:
+        (tmp_path / "cifar10_jpeg.npz").write_bytes(content)
+    with pytest.raises(DataNotFoundError, match="is not the re-encoded CIFAR-10"):
+        datasets.load_cifar(10, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", [None, "justamodule", "no_such_module_anywhere:make", "json:no_such_function", ":f", "json:__name__"]
+)
 def test_functions_that_do_not_exist_are_refused(name):
     with pytest.raises(UserError, match=r"names no function|no such function"):
         datasets.load_from_code(name)

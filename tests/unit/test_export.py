@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from test_stream_width import inputs_of, network, train
-from torch import optim
+from torch import nn, optim
+from torch.optim.swa_utils import AveragedModel
 from torch_helpers import generator
 
+from growth_service.blocks import ConvBlock
 from growth_service.cli.export import example_of
 from growth_service.errors import CheckpointError
 from growth_service.growth import growth_log, insert_block, merge, remove_block, remove_units, widen, widen_stream
@@ -95,5 +97,81 @@ def test_a_damaged_export_is_refused(damage, text, tmp_path):
     insert_block(model, site="groups.0.entry", generator=generator(1))
     save_network(model, tmp_path)
     damage(tmp_path)
+    with pytest.raises(CheckpointError, match=text):
+        load_network(tmp_path)
+
+
+# --- precision, ties, wrappers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_network_in_half_precision_comes_back_in_half_precision(name, tmp_path):
+    model = grown(name).bfloat16()
+    save_network(model, tmp_path)
+    again = load_network(tmp_path)
+    x = inputs_of(name) if "gpt" in name else inputs_of(name).bfloat16()
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    assert torch.equal(again(x), model(x))
+
+
+def test_batch_statistics_are_saved_too(tmp_path):
+    model = network("resnet")
+    insert_block(model, site="groups.0.entry", block=ConvBlock(4, 4, norm="batch"), generator=generator())
+    model.train()(inputs_of("resnet"))
+    save_network(model, tmp_path)
+    assert torch.equal(load_network(tmp_path).eval()(inputs_of("resnet")), model.eval()(inputs_of("resnet")))
+
+
+class Tied(nn.Module):
+    """A square map, its transpose, and itself again; a view of it as a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.b.weight = nn.Parameter(self.a.weight.data.t())
+        self.c.weight = self.a.weight
+        self.register_buffer("part", self.a.weight.data[:2])
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) + self.part.sum()
+
+
+def test_tied_transposed_and_overlapping_weights_come_back_as_they_were(tmp_path):
+    model, x = Tied(), torch.ones(3, 4)
+    save_network(model, tmp_path)
+    again = load_network(tmp_path, base=Tied())
+    assert torch.equal(again(x), model(x))
+    assert again.c.weight is again.a.weight
+
+
+@pytest.mark.parametrize("wrap", [AveragedModel, lambda m: torch.compile(m, backend="eager")])
+def test_wrapped_networks_are_not_saved(wrap, tmp_path):
+    save_network(network("mlp"), tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be saved"):
+        save_network(wrap(network("mlp")), tmp_path)
+    load_network(tmp_path)  # what was there is still there
+
+
+def test_a_log_that_is_no_json_leaves_the_network_that_was_there(tmp_path):
+    save_network(network("mlp"), tmp_path)
+    odd = network("mlp")
+    odd.spec["hidden"] = object()
+    with pytest.raises(CheckpointError, match="no plain JSON"):
+        save_network(odd, tmp_path)
+    load_network(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"tied": {"x": "nothing"}}, "damaged"),
+        ({"base": {}}, "damaged"),
+        ({"base": [1]}, "damaged"),
+        ({"base": {"spec": {"family": "mlp"}}}, "damaged"),
+    ],
+)
+def test_a_recipe_with_parts_that_make_no_sense_is_refused(change, text, tmp_path):
+    save_network(network("mlp"), tmp_path)
+    _edit(tmp_path, **change)
     with pytest.raises(CheckpointError, match=text):
         load_network(tmp_path)

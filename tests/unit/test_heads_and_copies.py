@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from test_stream_width import inputs_of, loss_of, named, network, train
@@ -9,7 +10,9 @@ from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel
 from torch_helpers import assert_untouched, fingerprint, generator
 
-from growth_service.blocks import MLPBlock, TransformerBlock, block_from_config
+from growth_service import load_network, save_network
+from growth_service.blocks import ConvBlock, MLPBlock, TransformerBlock, block_from_config
+from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
 from growth_service.growth import (
     duplicate_units,
@@ -433,3 +436,221 @@ def test_a_block_after_a_post_norm_layer_is_exact(training):
     assert torch.equal(model(x), before)
     again = torch.autograd.grad(model(x).square().sum(), [named(model)[n] for n in names])
     assert all(torch.equal(a, b) for a, b in zip(again, old, strict=True))
+
+
+# --- what a careful reader broke ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, AveragedModel])
+def test_a_copy_gets_the_values_of_what_was_made_and_then_cut(make):
+    model, x = network("mlp"), inputs_of("mlp")
+    average = make(model)
+    path = insert_block(model, site="groups.0.entry", generator=generator(1)).path
+    widen_stream(model, site="groups.0.entry", channels=4, generator=generator(2))
+    train(model, "mlp", optim.SGD(model.parameters(), lr=0.1), 3)
+    remove_units(model, site=path, units=[0])
+    remove_units(model, site=BRANCH, units=[1])
+    follow(average, model)
+    inner = average.module if make is AveragedModel else average
+    new = {n for r in growth_log(model)[:2] for n in r.parameters}
+    assert all(torch.equal(named(inner)[n], named(model)[n]) for n in new)
+    with torch.no_grad():
+        for n, p in named(inner).items():
+            p.copy_(named(model)[n])
+    assert torch.equal(inner(x), model(x))
+
+
+def test_a_copy_follows_copies_of_units_without_moving():
+    model, x = network("mlp"), inputs_of("mlp")
+    average = copy.deepcopy(model)
+    before = average(x).detach()
+    duplicate_units(model, site=BRANCH, units=3, generator=generator(1))
+    follow(average, model)
+    torch.testing.assert_close(average(x), before, rtol=0, atol=5e-6 * float(before.abs().max()))
+
+
+def test_a_network_with_a_child_named_module_is_followed():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.module(x))
+
+    model = Net()
+    average = copy.deepcopy(model)
+    insert_block(model, site="module", block=MLPBlock(4, 3), generator=generator())
+    assert len(follow(average, model)) == 1
+    assert list(average.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("how", ["in place", "a part", "average"])
+def test_networks_that_would_not_run_a_new_block_are_refused(how):
+    model = network("mlp")
+    if how == "in place":
+        model.compile(backend="eager")
+    elif how == "a part":
+        model.groups[0].blocks[0] = torch.compile(model.groups[0].blocks[0], backend="eager")
+    else:
+        model = AveragedModel(model)
+    site = "module.groups.0.entry" if how == "average" else "groups.0.entry"
+    with pytest.raises(UserError, match="cannot be grown"):
+        insert_block(model, site=site, block=MLPBlock(6, 3), generator=generator())
+
+
+def test_a_site_that_is_never_called_is_refused():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.used(x)
+
+    model, block = Idle(), MLPBlock(4, 3)
+    before = fingerprint(model)
+    with pytest.raises(SiteError, match="is called 0 times"):
+        insert_block(model, site="idle", block=block, generator=generator(), check_batch=torch.ones(2, 4))
+    assert_untouched(model, before)
+    gpt = network("gpt")  # a block that listens to the projection changes the order of its sums
+    failing(insert_block, gpt, inputs_of("gpt"), site=f"{BRANCH}.project", block=MLPBlock(8, 3))
+
+
+def failing(step, model, x, **kwargs):
+    before = fingerprint(model)
+    log = growth_log(model)
+    with pytest.raises((UserError, SiteError)):
+        step(model, check_batch=x, generator=generator(), **kwargs)
+    assert_untouched(model, before)
+    assert growth_log(model) == log
+
+
+@pytest.mark.parametrize("optimizer", ["empty", "scheduler"])
+def test_an_optimiser_that_cannot_adopt_leaves_no_trace_of_the_step(optimizer):
+    model, x = network("mlp"), inputs_of("mlp")
+    real = optim.SGD(model.parameters(), lr=0.1)
+    given = real
+    if optimizer == "empty":
+        real.param_groups[0]["params"] = []
+    else:
+        given = optim.lr_scheduler.StepLR(real, 3)
+    failing(insert_block, model, x, site="groups.0.entry", optimizer=given)
+    failing(widen, model, x, site=BRANCH, units=2, optimizer=given)
+    failing(duplicate_units, model, x, site=BRANCH, units=2, optimizer=given)
+    failing(widen_stream, model, x, site="groups.0.entry", channels=2, optimizer=given)
+    assert "norm_eps" not in model.get_submodule(BRANCH).config()
+
+
+def test_muon_gets_matrices_only():
+    model = network("mlp")
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    muon = optim.Muon(matrices, lr=0.1)
+    failing(insert_block, model, inputs_of("mlp"), site="groups.0.entry", optimizer=muon)
+    image = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 3))
+    muon, rest = optim.Muon([image[2].weight], lr=0.1), optim.AdamW([*image[0].parameters(), image[2].bias])
+    block = ConvBlock(4, 4, group_size=2)
+    insert_block(image, site="0", block=block, generator=generator(), optimizer=[muon, rest])
+    assert len(muon.param_groups[0]["params"]) == 1
+
+
+def test_a_block_is_inserted_once():
+    model, block = network("mlp"), MLPBlock(6, 3)
+    insert_block(model, site="groups.0.entry", block=block, generator=generator())
+    failing(insert_block, model, inputs_of("mlp"), site="groups.0.blocks.0", block=block)
+
+
+def test_a_block_off_the_stream_stops_the_stream_from_widening():
+    for site, width in (("norm", 6), (f"{BRANCH}.inner", 5)):
+        model = network("mlp")
+        insert_block(model, site=site, block=MLPBlock(width, 3), generator=generator())
+        failing(widen_stream, model, inputs_of("mlp"), site="groups.0.entry", channels=2)
+
+
+def test_tied_weights_are_not_resized():
+    model = network("gpt")
+    model.head.weight = model.groups[0].entry.tokens.weight
+    failing(widen_stream, model, inputs_of("gpt"), site="groups.0.entry", channels=2)
+    model = network("mlp")
+    first, second = model.groups[0].blocks
+    second.branch.inner.weight = first.branch.inner.weight
+    before = fingerprint(model)
+    with pytest.raises(UserError, match="one parameter at 2 places"):
+        remove_units(model, site=BRANCH, units=[0])
+    assert_untouched(model, before)
+
+
+def test_counts_and_indices_are_whole_numbers_of_any_kind(tmp_path):
+    model = network("mlp")
+    for wrong in ({"units": 1}, {"units": [1.5]}, {"units": ["a"]}):
+        before = fingerprint(model)
+        with pytest.raises(UserError, match="whole number|list of indices"):
+            remove_units(model, site=BRANCH, **wrong)
+        assert_untouched(model, before)
+    failing(widen, model, inputs_of("mlp"), site=BRANCH, units=2.5)
+    failing(widen_stream, model, inputs_of("mlp"), site="groups.0.entry", channels="3")
+    widen(model, site=BRANCH, units=np.int64(2), generator=generator())
+    widen_stream(model, site="groups.0.entry", channels=np.int64(2), generator=generator())
+    remove_units(model, site=BRANCH, units=torch.tensor([0, 2]))
+    remove_units(model, site=BRANCH, units=np.array([1]))
+    assert model.get_submodule(BRANCH).hidden == 2
+    save_network(model, tmp_path)
+    assert torch.equal(load_network(tmp_path)(inputs_of("mlp")), model(inputs_of("mlp")))
+
+
+def test_units_of_a_block_without_norm_are_removed():
+    model, x = network("resnet"), inputs_of("resnet")
+    path = insert_block(model, site="groups.0.entry", block=ConvBlock(4, 4, norm="none"), generator=generator()).path
+    remove_units(model, site=path, units=[1], check_batch=x)
+    model(x)
+
+
+def test_gradients_of_what_is_left_stay():
+    model = network("mlp")
+    loss_of(model, "mlp").backward()
+    wanted = model.get_submodule(BRANCH).inner.weight.grad[1:].clone()
+    remove_units(model, site=BRANCH, units=[0])
+    assert torch.equal(model.get_submodule(BRANCH).inner.weight.grad, wanted)
+
+
+def test_a_stream_in_half_precision_widens_to_its_own_rounding():
+    model = network("mlp").bfloat16()
+    x = inputs_of("mlp").bfloat16()
+    receipt = widen_stream(model, site="groups.0.entry", channels=3, generator=generator(), check_batch=x)
+    assert receipt.output_change < 0.05 * float(model(x).detach().abs().max())
+
+
+def test_a_gpt_without_blocks_gets_one_after_its_stream_was_widened():
+    spec = {
+        "family": "gpt", "vocab": 7, "context": 5, "widths": [12], "blocks": [0], "hidden": [8], "heads": 3,
+        "positions": "learned",
+    }  # fmt: skip
+    model = build(spec, seed=0)
+    widen_stream(model, site="groups.0.entry", channels=2, generator=generator())
+    x = torch.zeros(2, 5).long()
+    receipt = insert_block(model, site="groups.0.entry", generator=generator(), check_batch=x)
+    assert (receipt.block["width"], receipt.block["head_dim"], receipt.output_change) == (14, 4, 0.0)
+
+
+def test_resetting_a_block_on_a_wider_stream_keeps_its_norm_whole():
+    model = network("mlp")
+    widen_stream(model, site="groups.0.entry", channels=2, generator=generator())
+    block = model.get_submodule(BRANCH)
+    block.reset(generator())
+    assert float(block.norm.weight.detach().min()) > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "melt"},
+        {"kind": "remove", "path": "groups.0.entry.grown.7"},
+        {"kind": "stream", "path": "groups.0", "block": {}},
+        {"kind": "shrink", "path": BRANCH, "block": {"units": [99], "heads": []}},
+        {"kind": "shrink", "path": BRANCH, "block": {}},
+    ],
+)
+def test_a_log_that_makes_no_sense_is_refused(change):
+    base = {"path": BRANCH, "block": {}, "parameters": [], "parameters_added": 0, "output_change": None}
+    with pytest.raises(UserError, match="step 0 of the growth log"):
+        rebuild(network("mlp"), [Receipt.from_dict(base | change)])

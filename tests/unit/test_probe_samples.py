@@ -337,6 +337,14 @@ def test_a_network_in_few_bits_is_probed_with_sums_in_more(dtype, tolerance):
     assert found.descent_direction.matrix_DK.dtype == np.float32
 
 
+def test_a_candidate_in_bfloat16_is_scored_too():
+    net = VectorNet().to(torch.bfloat16)
+    held_out, train = ((x.to(torch.bfloat16), y) for x, y in (data(300, seed=5), data(300)))
+    block = block_from_config(MLP, generator=generator(9)).to(torch.bfloat16)
+    found = run(net=net, held_out=[held_out], train=[train], blocks={"stem": block}).sites[0]
+    assert found.s_plugin == pytest.approx(run().sites[0].s_plugin, rel=0.3)
+
+
 def test_default_candidates_of_a_half_precision_network_are_in_single_precision():
     model, (inputs, targets) = family("mlp").to(torch.bfloat16), family_data("mlp")
     batch = inputs.to(torch.bfloat16), targets

@@ -9,6 +9,7 @@ from torch import nn
 from torch_helpers import assert_untouched, fingerprint, generator
 
 from growth_service import removal_costs, remove_block
+from growth_service.blocks import GatedBranch, MLPBlock
 from growth_service.errors import NotFiniteError, UserError
 from growth_service.growth import insert_block, widen
 from growth_service.models.sites import blocks_of
@@ -93,4 +94,16 @@ def test_an_error_leaves_no_hook_behind():
     before = fingerprint(model)
     with pytest.raises((UserError, NotFiniteError)):
         removal_costs(model, batches=[(torch.zeros(2, 7), torch.zeros(2).long())], loss=loss, reduction="mean")
+    with pytest.raises(UserError):
+        removal_costs(
+            model, batches=batches("mlp"), loss=loss, reduction="mean", blocks=["groups.0.blocks.0.branch", "nope"]
+        )
     assert_untouched(model, before)
+
+
+def test_blocks_inside_a_gate_are_not_removed_by_themselves():
+    model = network("mlp")
+    gate = GatedBranch("scalar", MLPBlock(6, 4).config())
+    path = insert_block(model, site="groups.0.entry", block=gate, generator=generator()).path
+    found = removal_costs(model, batches=batches("mlp"), loss=loss, reduction="mean")
+    assert {c.block for c in found} == {"groups.0.blocks.0.branch", "groups.0.blocks.1.branch", path}

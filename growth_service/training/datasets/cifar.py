@@ -55,6 +55,13 @@ def _part(kind: Any, root: Path, *, train: bool, download: bool) -> tuple[NDArra
 
 
 def _from_jpeg(path: Path) -> Raw:
+    try:
+        return _decoded(path)
+    except (KeyError, ValueError, OSError, IndexError) as error:
+        raise DataNotFoundError(f"{path} is not the re-encoded CIFAR-10: {error}") from error
+
+
+def _decoded(path: Path) -> Raw:
     from PIL import Image
 
     parts: list[Any] = []

@@ -26,6 +26,9 @@ def split_samples(raw: Raw, *, seed: int, limits: dict[str, int]) -> dict[str, N
     parts = {part: (images[a:b], labels[a:b]) for part, a, b in zip(shares, bounds[:-1], bounds[1:], strict=True)}
     if raw.test_images is not None and raw.test_labels is not None:
         parts["test"] = (raw.test_images, raw.test_labels)
+    empty = [part for part, (_, targets) in parts.items() if not len(targets)]
+    if empty:
+        raise UserError(f"{len(labels)} samples leave none for the {empty[0]} part: use more")
     return _limited(parts, limits)
 
 
