@@ -124,7 +124,7 @@ def test_a_trial_that_is_killed_once_in_each_stage_ends_as_if_it_had_not_been(un
     lost = 0
     for stage in range(3):
         before = undisturbed.steps[stage - 1] if stage else 0  # the stage that the process before had left undone
-        process = start(config, tmp_path / "config.json", steps_to_live=before + 2)
+        process = start(config, tmp_path / "config.json", steps_to_live=before + 1)
         assert process.wait() == -signal.SIGKILL
         assert len(stage_manifests(folder)) == stage
         lost += lost_work(folder, stage=stage)
