@@ -8,6 +8,7 @@ from test_stream_width import SPECS, inputs_of, named, network, train
 from torch import nn, optim
 from torch_helpers import assert_untouched, fingerprint, generator
 
+from growth_service.blocks import ConvBlock
 from growth_service.errors import SiteError, UserError
 from growth_service.growth import (
     growth_log,
@@ -226,3 +227,18 @@ def test_only_blocks_lose_units():
 def test_removal_is_of_live_modules_only():
     assert set(blocks_of(network("mlp"))) == {"groups.0.blocks.0.branch", "groups.0.blocks.1.branch"}
     assert isinstance(named(network("mlp"))["head.weight"], nn.Parameter)
+
+
+def test_units_take_their_batch_statistics_with_them():
+    model, x = network("resnet"), inputs_of("resnet")
+    block = ConvBlock(4, 6, norm="batch")
+    path = insert_block(model, site="groups.0.entry", block=block, generator=generator(1)).path
+    with torch.no_grad():
+        block.project.weight.copy_(torch.randn(block.project.weight.shape, generator=generator(2)))
+        block.project.weight[:, [0, 2]] = 0.0
+    model.train()(x)  # statistics of its own for each channel
+    model.eval()
+    before, kept = model(x).detach(), block.inner_norm.running_mean[[1, 3, 4, 5]].clone()
+    remove_units(model, site=path, units=[0, 2], check_batch=x)
+    assert torch.equal(block.inner_norm.running_mean, kept)
+    torch.testing.assert_close(model(x), before, rtol=0, atol=2e-6 * float(before.abs().max()))

@@ -296,3 +296,9 @@ def test_a_block_inserted_before_or_after_can_be_removed_again(name, order):
     twin = rebuild(build(SPECS[name], seed=1), growth_log(model))
     twin.load_state_dict(model.state_dict())
     assert torch.equal(twin(x), before)
+
+
+def test_a_norm_of_one_group_is_refused():
+    """Its statistics are over all channels of an image: new ones would change them."""
+    model = build(SPECS["resnet"] | {"widths": [4], "blocks": [1], "hidden": [4], "group_size": 4}, seed=0)
+    assert "1 groups of 4" in refused(model, "resnet", site="groups.0.entry", channels=4)
