@@ -681,3 +681,21 @@ def test_a_trial_that_diverged_says_the_same_again(data, tmp_path):
 def test_the_configuration_is_kept_beside_the_checkpoints(trial):
     config = trial.config
     assert json.loads((Path(config.folder) / "trial.json").read_text()) == json.loads(json.dumps(config.to_dict()))
+
+
+# --- what warms up again --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rewarm", ["new", "none"])
+def test_a_trial_may_warm_up_in_another_way_after_growing(undisturbed, data, tmp_path, rewarm):
+    """The first stage always warms up and is the same; later ones are not, and repeat exactly."""
+    config = trial_config(tmp_path / "one", data=data, rewarm=rewarm)
+    records = run_to_end(config)
+    whole = undisturbed["fixed"].records
+    assert records[0].comparable() == whole[0].comparable()
+    assert records[1].loss_val != whole[1].loss_val
+    again = run_to_end(trial_config(tmp_path / "two", data=data, rewarm=rewarm))
+    assert comparable(again) == comparable(records)
+    if rewarm == "new":
+        none = run_to_end(trial_config(tmp_path / "three", data=data, rewarm="none"))
+        assert none[1].loss_val != records[1].loss_val

@@ -337,6 +337,44 @@ def test_a_network_in_few_bits_is_probed_with_sums_in_more(dtype, tolerance):
     assert found.descent_direction.matrix_DK.dtype == np.float32
 
 
+def test_rows_in_half_precision_give_the_same_certificate(monkeypatch):
+    """As if every cross-gradient were too long to be kept whole."""
+    held_out, train = ((x.float(), y) for x, y in (data(600, seed=5), data(300)))
+    block = block_from_config(MLP, generator=generator(9))
+    kwargs = {"net": VectorNet(), "held_out": [held_out], "train": [train], "blocks": {"stem": block}}
+    exact = run(**kwargs).sites[0]
+    monkeypatch.setattr("growth_service.probing.sketch.MAX_EXACT", 1)
+    packed = run(**kwargs).sites[0]
+    assert packed.noise_sd == pytest.approx(exact.noise_sd, rel=0.1)
+    assert packed.noise_sd != exact.noise_sd
+    assert packed.s == pytest.approx(exact.s, abs=0.1 * exact.noise_sd)
+
+
+def test_a_network_that_writes_into_its_stream_has_the_ordinary_step_of_one_that_does_not():
+    """It runs twice on the first batch, to find out; what its blocks did is counted once."""
+
+    class Net(nn.Module):
+        def __init__(self, *, in_place):
+            super().__init__()
+            self.in_place = in_place
+            self.stem, self.block, self.head = nn.Linear(5, 6), MLPBlock(6, 4), nn.Linear(6, 3)
+            for i, p in enumerate(self.parameters()):
+                p.data.copy_(0.5 * torch.randn(p.shape, generator=generator(i)))
+
+        def forward(self, x):
+            z = self.stem(x)
+            delta = self.block(z.clone())
+            return self.head(z.add_(delta) if self.in_place else z + delta)
+
+    batches = [((4 * x if i else x).float(), y) for i, (x, y) in enumerate(data(40, seed=s) for s in (3, 4, 5))]
+    found = [
+        probe(Net(in_place=flag), batches=batches, train_batches=batches, loss=nn.CrossEntropyLoss(), reduction="mean",
+              sites=["stem"], blocks={"stem": MLPBlock(6, 4)})
+        for flag in (False, True)
+    ]  # fmt: skip
+    assert found[0].r_max == found[1].r_max
+
+
 def test_a_candidate_in_bfloat16_is_scored_too():
     net = VectorNet().to(torch.bfloat16)
     held_out, train = ((x.to(torch.bfloat16), y) for x, y in (data(300, seed=5), data(300)))

@@ -14,6 +14,7 @@ from growth_service.core.schedule import (
     SignalGuided,
 )
 from growth_service.errors import UserError
+from growth_service.models import build
 from growth_service.orchestration.plan import base_spec
 from growth_service.spec import load_job
 from growth_service.training.checkpoint import newest
@@ -21,6 +22,7 @@ from growth_service.training.config import TrialConfig
 from growth_service.training.data import open_splits
 from growth_service.training.datasets import Request, prepare
 from growth_service.training.evaluate import evaluate, loss_sum
+from growth_service.training.growing import add_channels
 from growth_service.training.ranks import Ranks
 from tests.jobs import TEXT
 
@@ -52,6 +54,7 @@ def trial(folder, words, policy):
     )  # fmt: skip
 
 
+TINY = {"family": "mlp", "input_shape": [4], "num_classes": 3, "widths": [4], "blocks": [1], "hidden": [3]}
 ALL = FixedSteps(
     steps=(
         (0, (AddChannels(site="groups.0.entry", channels=8), AddUnits(block="groups.0.blocks.0.branch", units=8))),
@@ -92,6 +95,17 @@ def test_a_family_that_does_not_fit_the_data_is_refused():
     mlp = job.model_copy(update={"model": job.model.model_copy(update={"family": "mlp"})})
     with pytest.raises(UserError, match="a text needs gpt"):
         base_spec(mlp, schedule, {"kind": "tokens", "input_shape": [3], "num_classes": 2})
+
+
+def test_channels_of_different_stages_and_trials_get_different_weights():
+    def columns(stage, seed):
+        model = build(TINY, seed=0)
+        add_channels(model, AddChannels(site="groups.0.entry", channels=2), stage=stage, seed=seed)
+        return model.head.wider["0"].columns
+
+    assert torch.equal(columns(1, 0), columns(1, 0))
+    assert not torch.equal(columns(1, 0), columns(2, 0))
+    assert not torch.equal(columns(1, 0), columns(1, 1))
 
 
 def test_the_signal_does_not_guide_the_width_of_the_stream():
