@@ -357,20 +357,21 @@ def test_a_network_that_writes_into_its_stream_has_the_ordinary_step_of_one_that
         def __init__(self, *, in_place):
             super().__init__()
             self.in_place = in_place
-            self.stem, self.block, self.head = nn.Linear(5, 6), MLPBlock(6, 4), nn.Linear(6, 3)
+            self.stem, self.mid = nn.Linear(5, 6), nn.Linear(6, 6)
+            self.block, self.head = MLPBlock(6, 4), nn.Linear(6, 3)
             for i, p in enumerate(self.parameters()):
                 p.data.copy_(0.5 * torch.randn(p.shape, generator=generator(i)))
             self.block.project.weight.data.mul_(0.2)
 
         def forward(self, x):
-            z = self.stem(x)
+            z = self.mid(self.stem(x))
             delta = self.block(z.clone())
             return self.head(z.add_(delta) if self.in_place else z + delta)
 
     batches = [((4 * x if i else x).float(), y) for i, (x, y) in enumerate(data(40, seed=s) for s in (3, 4, 5))]
     found = [
         probe(Net(in_place=flag), batches=batches, train_batches=batches, loss=nn.CrossEntropyLoss(), reduction="mean",
-              sites=["stem"], blocks={"stem": MLPBlock(6, 4)})
+              blocks={"stem": MLPBlock(6, 4), "mid": MLPBlock(6, 4)})
         for flag in (False, True)
     ]  # fmt: skip
     assert 0.05 < found[0].r_max < 0.3  # not at its limits
