@@ -114,6 +114,8 @@ class TrainingSpec(_Spec):
     """Last rate of a stage as a share of the peak."""
     rewarm: Literal["whole", "new", "none"] = "whole"
     """What warms up again in later stages: everything, what is new in the stage, or nothing."""
+    augment: Literal["none", "crop_flip"] = "none"
+    """Random shifts and flips of training images; probes and evaluations see images as they are."""
 
     @model_validator(mode="after")
     def _shards_divide_the_batch(self) -> Self:

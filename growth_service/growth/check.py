@@ -1,6 +1,7 @@
 """What a grow step is checked against: outputs before and after, and what may be grown at all."""
 
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -100,12 +101,13 @@ def runs_once(module: nn.Module, *, site: str) -> Iterator[None]:
         )
 
 
-def growable(model: nn.Module) -> None:
-    """Refuse networks whose forward pass no longer is that of their modules.
+def growable(model: nn.Module) -> nn.Module:
+    """The network to grow: the model itself, or what ``torch.compile`` was given.
 
     Raises:
-        UserError: If the network, or a part of it, is compiled, scripted or wrapped.
+        UserError: If the network, or a part of it, is scripted, or it is wrapped.
     """
+    model = getattr(model, "_orig_mod", model)
     if isinstance(model, DistributedDataParallel | AveragedModel):
         raise UserError(
             f"a {type(model).__name__} cannot be grown: grow the network inside (model.module), and wrap it again (or "
@@ -117,8 +119,18 @@ def growable(model: nn.Module) -> None:
             raise UserError(
                 f"a scripted network {where}cannot be grown: grow the module it was made from, and script it again"
             )
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        if hasattr(module, "_orig_mod"):
             raise UserError(
-                f"a compiled network {where}cannot be grown: grow the module it was made from (model._orig_mod) and "
-                "compile that again, since the compiled graph does not know the new block"
+                f"the part {where}was compiled by itself, and its paths are those of a wrapper: put the module it was "
+                "made from (._orig_mod) back, grow, and compile it again; or use module.compile(), which wraps nothing"
             )
+    return model
+
+
+def renew_graphs() -> None:
+    """Let compiled networks be traced anew at their next call: graphs do not look whether modules have new children.
+
+    Does nothing where nothing was compiled in this process.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

@@ -52,7 +52,7 @@ def duplicate_units(
         SiteError: If there is no block at the path.
         UserError: If its units cannot be copied, or outputs moved by more than rounding (the network is as it was).
     """
-    growable(model)
+    model = growable(model)
     check_unsharded(model, what="copying units")
     host = resolve(model, site)
     if not isinstance(host, Block):

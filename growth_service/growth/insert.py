@@ -18,7 +18,7 @@ from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
 from growth_service.growth import log
 from growth_service.growth.attach import Attachment, attach
-from growth_service.growth.check import growable, largest_change, outputs, runs_once, unshared
+from growth_service.growth.check import growable, largest_change, outputs, renew_graphs, runs_once, unshared
 from growth_service.growth.sharding import begin_again, shard_like
 from growth_service.growth.transplant import Optimizers, adopt
 from growth_service.models import adapters
@@ -60,7 +60,7 @@ def insert_block(
         UserError: If the block's projection is not zero, or outputs changed on ``check_batch``
             (the network is left as it was).
     """
-    growable(model)
+    model = growable(model)
     module = resolve(model, site)
     unshared(model, site)
     if block is not None and any(m is block for m in model.modules()):
@@ -209,10 +209,12 @@ def put(
     shard_like(block, module, model)
     undo = attach(module, attachment, block, identifier=identifier)
     begin_again(model)
+    renew_graphs()
 
     def take_off() -> None:
         undo()
         begin_again(model)
+        renew_graphs()
 
     return take_off
 

@@ -10,6 +10,7 @@ from growth_service.blocks import Block, FeedForwardBlock, GatedMLPBlock, HeadsB
 from growth_service.blocks.composed import Composed, dense
 from growth_service.growth import log
 from growth_service.growth.attach import detach
+from growth_service.growth.check import renew_graphs
 
 _UNIT_BLOCKS = (MLPBlock, GatedMLPBlock, FeedForwardBlock)
 
@@ -29,6 +30,7 @@ def merge(model: nn.Module) -> list[str]:
     for module in list(model.modules()):
         if isinstance(module, Composed):
             dense(module)
+    renew_graphs()
     folded = []
     for path, host in [(p, m) for p, m in model.named_modules() if isinstance(m, Block)]:
         branches = getattr(host, "widened", None)

@@ -15,7 +15,7 @@ from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
 from growth_service.growth import log
 from growth_service.growth.attach import detach, owner
-from growth_service.growth.check import growable, largest_change, outputs, unshared, untied, whole_number
+from growth_service.growth.check import growable, largest_change, outputs, renew_graphs, unshared, untied, whole_number
 from growth_service.growth.sharding import begin_again, check_unsharded
 from growth_service.growth.transplant import Optimizers, forget, replace_cut
 from growth_service.models.families import Residual
@@ -41,7 +41,7 @@ def remove_block(
     Raises:
         SiteError: If there is no block at the path that can be removed.
     """
-    growable(model)
+    model = growable(model)
     found = resolve(model, block)
     if not isinstance(found, Block) or not _is_removable(model, block):
         raise SiteError(
@@ -76,6 +76,7 @@ def take_out(model: nn.Module, path: str) -> None:
         assert isinstance(parent, Residual)
         parent.branch = None
     begin_again(model)
+    renew_graphs()
 
 
 def _is_removable(model: nn.Module, path: str) -> bool:
@@ -110,7 +111,7 @@ def remove_units(
         SiteError: If there is no block at the path.
         UserError: If an index does not exist, nothing would be left, or the block cannot lose units.
     """
-    growable(model)
+    model = growable(model)
     check_unsharded(model, what="removing single units")
     host = resolve(model, site)
     if not isinstance(host, Block):
@@ -157,6 +158,7 @@ def shrink(
         columns += [offset + i for i in units]
     changed |= _cut(host.project, 1, columns, optimizer)
     host.restate(hidden=-len(units), heads=-len(heads))
+    renew_graphs()
     return changed
 
 

@@ -80,6 +80,7 @@ def follow(copy: nn.Module, model: nn.Module) -> list[Receipt]:
 
 
 def _unwrapped(network: nn.Module) -> nn.Module:
+    network = getattr(network, "_orig_mod", network)
     return network.module if isinstance(network, DistributedDataParallel | AveragedModel) else network
 
 

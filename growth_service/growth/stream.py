@@ -34,7 +34,7 @@ from growth_service.blocks.composed import (
 from growth_service.core.receipts import Receipt
 from growth_service.errors import SiteError, UserError
 from growth_service.growth import log
-from growth_service.growth.check import growable, largest_change, outputs, untied, whole_number
+from growth_service.growth.check import growable, largest_change, outputs, renew_graphs, untied, whole_number
 from growth_service.growth.sharding import check_unsharded
 from growth_service.growth.transplant import Optimizers, adopt
 from growth_service.models.families import GPT, Family, Group, TokenEmbedding
@@ -89,7 +89,7 @@ def widen_stream(
         UserError: If a layer on it cannot follow, or outputs moved by more than rounding (the network is left as it
             was).
     """
-    growable(model)
+    model = growable(model)
     check_unsharded(model, what="a wider stream")
     group = _group_of(model, site)
     parts = parts_of(model, group)
@@ -102,6 +102,7 @@ def widen_stream(
     undo = _remember(model, group, parts)
     named = _extend(parts, channels=channels, start=start, generator=generator)
     _restate(model, group, parts, channels)
+    renew_graphs()
     try:
         change = None
         if before is not None:
@@ -302,5 +303,6 @@ def _remember(model: nn.Module, group: str, parts: Parts) -> Callable[[], None]:
             entry.embedding_dim = width
         if isinstance(model, GPT) and branch is not None:
             model.branch = branch
+        renew_graphs()
 
     return undo

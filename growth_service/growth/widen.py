@@ -52,7 +52,7 @@ def widen(
         SiteError: If there is no block at the path.
         UserError: As :func:`insert_block`, or if the block cannot have such units or heads.
     """
-    growable(model)
+    model = growable(model)
     host = resolve(model, site)
     if not isinstance(host, Block):
         raise SiteError(f"{site!r} is a {type(host).__name__}, not a block: only blocks have hidden units to add")

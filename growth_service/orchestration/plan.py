@@ -13,6 +13,7 @@ from growth_service.errors import UserError
 from growth_service.growth import insert_block, widen
 from growth_service.models import Family, build
 from growth_service.spec import JobSpec, ScheduleEntry
+from growth_service.training.augment import check_augmentable
 from growth_service.training.config import TrialConfig
 from growth_service.training.datasets import subset_size
 from growth_service.training.growing import add_channels, candidates, new_block, new_branch
@@ -117,6 +118,7 @@ def check_networks(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any
     Raises:
         UserError: If sizes do not fit together; names the schedule.
     """
+    check_augmentable(job.training.augment, data["input_shape"])
     for trial in trials:
         try:
             _rehearse(build(base_spec(job, trial.schedule, data), seed=0), trial.schedule)

@@ -62,9 +62,11 @@ def _check_savable(model: nn.Module) -> None:
         CheckpointError: If the network is wrapped, compiled, sharded, or its log is not that of its modules.
     """
     try:
-        growable(model)
+        inner = growable(model)
     except UserError as error:
         raise CheckpointError(f"cannot be saved: {error}") from error
+    if inner is not model:
+        raise CheckpointError("cannot be saved: a compiled network; save the module inside (model._orig_mod)")
     for name, tensor in model.state_dict().items():
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             raise CheckpointError(

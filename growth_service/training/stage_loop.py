@@ -31,6 +31,7 @@ from growth_service.core.records import FinalRecord, StageRecord
 from growth_service.errors import NotFiniteError, UserError
 from growth_service.models.sites import size_of
 from growth_service.probing import SaturationReport
+from growth_service.training.augment import augmented
 from growth_service.training.batches import DataPosition, next_indices, shards_of
 from growth_service.training.config import TrialConfig
 from growth_service.training.evaluate import Evaluation, evaluate, loss_sum
@@ -257,6 +258,8 @@ class StageLoop:
                     state.position, subset=state.subset, batch_size=settings["batch_size"], seed=self.config.seed
                 )
                 shards = shards_of(state.splits.train, indices, num_shards=settings["shards"])
+                kind = settings.get("augment", "none")
+                shards = augmented(shards, kind, seed=self.config.seed, position=state.position)
                 self.gradients.backward(shards, loss_sum)
                 self._pay(stage, per_batch)
                 if not _has_finite_gradient(state.model):

@@ -699,3 +699,9 @@ def test_a_trial_may_warm_up_in_another_way_after_growing(undisturbed, data, tmp
     if rewarm == "new":
         none = run_to_end(trial_config(tmp_path / "three", data=data, rewarm="none"))
         assert none[1].loss_val != records[1].loss_val
+
+
+def test_a_trial_on_augmented_images_repeats_exactly_and_is_another_one(undisturbed, data, tmp_path):
+    one, two = (run_to_end(trial_config(tmp_path / n, data=data, augment="crop_flip")) for n in ("one", "two"))
+    assert comparable(one) == comparable(two)
+    assert one[0].loss_train != undisturbed["fixed"].records[0].loss_train

@@ -250,10 +250,9 @@ def test_a_module_at_two_places_is_refused():
     assert_untouched(model, before)
 
 
-@pytest.mark.parametrize("make", [torch.compile, torch.jit.script])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_compiled_and_scripted_networks_are_refused(make):
-    model = make(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+def test_scripted_networks_are_refused():
+    model = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     block = block_from_config(MLPBlock(3, 4).config(), generator=generator())
     with pytest.raises(UserError, match="cannot be grown"):
         insert_block(model, site="0", block=block, generator=generator())
@@ -485,17 +484,51 @@ def test_a_network_with_a_child_named_module_is_followed():
     assert list(average.state_dict()) == list(model.state_dict())
 
 
-@pytest.mark.parametrize("how", ["in place", "a part", "average"])
+@pytest.mark.parametrize("how", ["in place", "wrapped", "a part in place"])
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_the_graph_of_a_compiled_network_is_renewed_at_every_step(name, how):
+    net, x = network(name), inputs_of(name)
+    model = net
+    if how == "in place":
+        net.compile(backend="eager")
+    elif how == "wrapped":
+        model = torch.compile(net, backend="eager")
+    else:
+        net.groups[0].blocks[0].compile(backend="eager")
+    with torch.no_grad():
+        before = model(x)
+
+    def moved(step):
+        """Take a step and let what is new do something; the compiled network must do what a plain copy does."""
+        receipt = step()
+        with torch.no_grad():
+            for n, p in net.named_parameters():
+                if n in receipt.parameters and p.ndim > 1:
+                    p.add_(0.3)
+            plain = rebuild(build(net.spec, seed=0), growth_log(net))
+            plain.load_state_dict(net.state_dict())
+            torch.testing.assert_close(model(x), plain(x))
+            assert not torch.allclose(model(x), before)
+        return receipt
+
+    path = moved(lambda: insert_block(model, site="groups.0.blocks.0", generator=generator(1), check_batch=x)).path
+    moved(lambda: widen(model, site=BRANCH, units=3, generator=generator(2), check_batch=x))
+    moved(lambda: widen_stream(model, site="groups.0.entry", channels=2, generator=generator(3), check_batch=x))
+    moved(lambda: remove_units(model, site=BRANCH, units=[0]))
+    remove_block(model, block=path)
+    assert growth_log(model) == growth_log(net)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("how", ["a part", "average"])
 def test_networks_that_would_not_run_a_new_block_are_refused(how):
     model = network("mlp")
-    if how == "in place":
-        model.compile(backend="eager")
-    elif how == "a part":
+    if how == "a part":
         model.groups[0].blocks[0] = torch.compile(model.groups[0].blocks[0], backend="eager")
     else:
         model = AveragedModel(model)
     site = "module.groups.0.entry" if how == "average" else "groups.0.entry"
-    with pytest.raises(UserError, match="cannot be grown"):
+    with pytest.raises(UserError, match="cannot be grown|compiled by itself"):
         insert_block(model, site=site, block=MLPBlock(6, 3), generator=generator())
 
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 import search_spaces
-from growth_service.core.schedule import AddBlock, AddData, AddUnits, FixedSteps, SignalGuided
+from growth_service.core.schedule import AddBlock, AddChannels, AddData, AddUnits, FixedSteps, SignalGuided
 from growth_service.errors import JobFileError, UserError
 from growth_service.models import FAMILIES
 from growth_service.spec import DataSpec, ModelSpec, load_job
@@ -133,6 +133,8 @@ def test_the_late_growth_grows_everything_at_once(tmp_path):
                 (
                     AddUnits(block="groups.0.blocks.0.branch", units=4),
                     AddUnits(block="groups.1.blocks.0.branch", units=4),
+                    AddChannels(site="groups.0.entry", channels=4),
+                    AddChannels(site="groups.1.entry", channels=4),
                     AddBlock(site="groups.0.blocks.0", inner="copy"),
                     AddBlock(site="groups.1.blocks.0", inner="copy"),
                 ),

@@ -24,6 +24,7 @@ from growth_service.core.schedule import AddBlock, AddUnits, SignalGuided
 from growth_service.core.streams import stream_seed
 from growth_service.errors import CheckpointError, RankDisagreementError, SiteError, UserError
 from growth_service.growth import growth_log, insert_block, widen
+from growth_service.training.augment import augmented, check_augmentable
 from growth_service.training.batches import DataPosition, next_indices, shards_of
 from growth_service.training.checkpoint import (
     Checkpoint,
@@ -107,6 +108,54 @@ def test_shards_are_the_batch_in_order():
     shards = shards_of(split, indices, num_shards=4)
     assert [targets.tolist() for _, targets in shards] == [[5, 3], [40, 41], [2, 0], [7, 8]]
     assert torch.equal(torch.cat([inputs for inputs, _ in shards]), split.inputs[indices])
+
+
+# --- augmentation ---------------------------------------------------------------------------------
+
+
+def numbered_shards(*, num=64, side=8):
+    """Images whose pixels are their places, in two shards."""
+    image = torch.arange(float(side * side)).reshape(1, 1, side, side).expand(num, 3, side, side)
+    return [(image[: num // 2], torch.arange(num // 2)), (image[num // 2 :], torch.arange(num // 2, num))]
+
+
+def test_augmented_images_are_shifted_and_half_of_them_flipped():
+    position = DataPosition(epoch=1, offset=64)
+    shards = augmented(numbered_shards(), "crop_flip", seed=3, position=position)
+    seen = set()
+    for images, _ in shards:
+        assert images.shape[1:] == (3, 8, 8)
+        for image in images[:, 0]:
+            middle = image[2:6, 2:6]  # away from the padded border
+            flipped = bool(middle[0, 1] < middle[0, 0])
+            plain = middle.flip(1) if flipped else middle
+            assert torch.equal(plain[0, 1:] - plain[0, :-1], torch.ones(3))
+            assert torch.equal(plain[1:, 0] - plain[:-1, 0], torch.full((3,), 8.0))
+            seen.add((flipped, int(plain[0, 0])))
+    assert {flipped for flipped, _ in seen} == {True, False}
+    assert len({origin for _, origin in seen}) > 5
+    assert [t.tolist() for _, t in shards] == [list(range(32)), list(range(32, 64))]
+
+
+def test_augmentation_depends_on_seed_place_and_shard_alone():
+    def once(**kwargs):
+        given = {"seed": 3, "position": DataPosition(epoch=1, offset=64)} | kwargs
+        return torch.cat([x for x, _ in augmented(numbered_shards(), "crop_flip", **given)])
+
+    assert torch.equal(once(), once())
+    assert not torch.equal(once(), once(seed=4))
+    assert not torch.equal(once(), once(position=DataPosition(epoch=2, offset=64)))
+    first, second = once().chunk(2)
+    assert not torch.equal(first, second)
+    shards = numbered_shards()
+    assert augmented(shards, "none", seed=0, position=DataPosition()) is shards
+
+
+def test_augmentation_is_for_images():
+    with pytest.raises(UserError, match=r"for images \[C, H, W\]: samples have shape \[16\]"):
+        check_augmentable("crop_flip", [16])
+    check_augmentable("none", [16])
+    check_augmentable("crop_flip", [3, 8, 8])
 
 
 # --- learning rate --------------------------------------------------------------------------------
