@@ -35,11 +35,16 @@ class Piece(nn.Module):
             self.register_parameter(name, None if value is None else nn.Parameter(value))
 
 
-class Composed(nn.Module):
-    """A layer with pieces. Never built: :func:`extend` turns a layer into one, :func:`retract` back."""
+class Extended(nn.Module):
+    """A layer with pieces. Never built: ``extend_...`` turns a layer into one, :func:`retract` back."""
 
     plain: ClassVar[type[nn.Module]]
     wider: nn.ModuleDict
+
+
+class Composed(Extended):
+    """A layer whose weight and bias are put together from pieces."""
+
     scale: float
     """By which the whole weight of a norm is multiplied (see :func:`extend_norm`)."""
 
@@ -92,14 +97,37 @@ class _GroupNorm(Composed, nn.GroupNorm):  # type: ignore[misc]
     plain = nn.GroupNorm
 
 
-_COMPOSED: dict[type[nn.Module], type[Composed]] = {
-    c.plain: c for c in (_Linear, _Conv2d, _Embedding, _LayerNorm, _RMSNorm, _GroupNorm)
+class _BatchNorm2d(Extended, nn.BatchNorm2d):
+    """BatchNorm is a norm a channel: each stretch of channels has one of its own, with its own statistics."""
+
+    plain = nn.BatchNorm2d
+
+    @property
+    def norms(self) -> list[nn.BatchNorm2d]:
+        """Of the channels added, in order."""
+        return [norm for norm in self.wider.values() if isinstance(norm, nn.BatchNorm2d)]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalised channels; same shape."""
+        first, *others = images.split([len(self.weight), *(n.num_features for n in self.norms)], dim=1)
+        return torch.cat(
+            [super().forward(first), *(n(part) for n, part in zip(self.norms, others, strict=True))], dim=1
+        )
+
+    def whole(self) -> dict[str, Tensor]:
+        """Weights, biases and statistics of all channels."""
+        names = ("weight", "bias", "running_mean", "running_var")
+        return {name: torch.cat([getattr(n, name).detach() for n in (self, *self.norms)]) for name in names}
+
+
+_EXTENDED: dict[type[nn.Module], type[Extended]] = {
+    c.plain: c for c in (_Linear, _Conv2d, _Embedding, _LayerNorm, _RMSNorm, _GroupNorm, _BatchNorm2d)
 }
 
 
 def plain_type(layer: nn.Module) -> type[nn.Module]:
     """Its class, as if nothing had been added."""
-    return layer.plain if isinstance(layer, Composed) else type(layer)
+    return layer.plain if isinstance(layer, Extended) else type(layer)
 
 
 def check_extendable(layer: nn.Module, *, path: str) -> None:
@@ -109,11 +137,11 @@ def check_extendable(layer: nn.Module, *, path: str) -> None:
         UserError: Naming the layer and its type.
     """
     grouped = isinstance(layer, nn.Conv2d) and layer.groups != 1
-    if plain_type(layer) not in _COMPOSED or grouped or layer._parameters.get("weight") is None:
+    if plain_type(layer) not in _EXTENDED or grouped or layer._parameters.get("weight") is None:
         kind = f"{type(layer).__name__} with {layer.groups} groups" if grouped else type(layer).__name__
         raise UserError(
             f"the stream cannot be widened: {path!r} is a {kind}; layers that can follow are linear maps, plain "
-            "convolutions, embeddings, LayerNorm, RMSNorm and GroupNorm"
+            "convolutions, embeddings, LayerNorm, RMSNorm, GroupNorm and BatchNorm, with weights"
         )
 
 
@@ -143,13 +171,18 @@ def extend_norm(layer: nn.Module, num: int) -> dict[str, nn.Parameter]:
 
     LayerNorm and RMSNorm divide by a root mean square over all channels: where the new ones hold zero (RMSNorm) or
     the mean (LayerNorm), it shrinks by :math:`\eta = \sqrt{d/d'}`, so the weight is multiplied by
-    :math:`\eta` and epsilon by :math:`\eta^2`. GroupNorm gets groups of its own for the new channels.
+    :math:`\eta` and epsilon by :math:`\eta^2`. GroupNorm gets groups of their own for the new channels, BatchNorm
+    normalises each channel by itself anyway.
 
     Sources: average expansion, Wang et al. 2024, "LEMON" (arXiv:2310.07999); RMSNorm rescaling, Gesmundo and
     Maile 2023, "Composable Function-preserving Expansions" (arXiv:2308.06103).
     """
     like = layer._parameters["weight"]
     assert like is not None
+    if isinstance(layer, nn.BatchNorm2d):
+        norm = nn.BatchNorm2d(num, eps=layer.eps, momentum=layer.momentum).to(like)
+        layer.num_features += num
+        return _add(layer, norm)
     ones = torch.ones(num).to(like)
     zeros = None if layer._parameters.get("bias") is None else torch.zeros(num).to(like)
     piece = Piece(rows=ones, bias=zeros)
@@ -171,9 +204,22 @@ def extend_norm(layer: nn.Module, num: int) -> dict[str, nn.Parameter]:
 
 def retract(layer: nn.Module) -> None:
     """Take the last piece off again; the last of all makes the layer what it was."""
-    assert isinstance(layer, Composed)
-    piece = layer.pieces[-1]
-    del layer.wider[str(len(layer.wider) - 1)]
+    assert isinstance(layer, Extended)
+    last = str(len(layer.wider) - 1)
+    piece = layer.wider[last]
+    del layer.wider[last]
+    if isinstance(layer, _BatchNorm2d):
+        layer.num_features -= piece.num_features  # type: ignore[assignment,operator]
+    else:
+        assert isinstance(layer, Composed)
+        assert isinstance(piece, Piece)
+        _shorten(layer, piece)
+    if not layer.wider:
+        _make_plain(layer)
+
+
+def _shorten(layer: Composed, piece: Piece) -> None:
+    """Keep the sizes that a layer states about itself after it lost a piece."""
     if piece.columns is not None:
         _count(layer, inputs=-piece.columns.shape[1])
     num = 0 if piece.rows is None else len(piece.rows)
@@ -186,49 +232,58 @@ def retract(layer: nn.Module) -> None:
         layer.num_channels -= num
     elif piece.rows is not None:
         _count(layer, outputs=-num)
-    if not layer.wider:
-        _make_plain(layer)
 
 
 @torch.no_grad()
 def dense(layer: nn.Module) -> None:
     """Make one weight and one bias of a layer's pieces, in place; it is a plain layer again (to rounding)."""
-    if not isinstance(layer, Composed):
+    if not isinstance(layer, Extended):
         return
-    weight, bias = layer.weight, layer.bias
+    whole = _whole(layer)
     _make_plain(layer)
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None:
-            layer.register_parameter(name, nn.Parameter(value.detach().clone()))
+    for name, value in whole.items():
+        if name in layer._buffers:
+            layer.register_buffer(name, value.clone())
+        else:
+            layer.register_parameter(name, nn.Parameter(value.clone()))
 
 
 def dense_state(module: nn.Module) -> dict[str, Tensor]:
     """The state of a module with the pieces of its layers put together, under the names of plain layers."""
     state = {name: value for name, value in module.state_dict().items() if ".wider." not in f".{name}"}
     for path, layer in module.named_modules():
-        if isinstance(layer, Composed):
-            for name, value in (("weight", layer.weight), ("bias", layer.bias)):
-                if value is not None:
-                    state[f"{path}.{name}" if path else name] = value.detach()
+        if isinstance(layer, Extended):
+            state |= {f"{path}.{name}" if path else name: value for name, value in _whole(layer).items()}
     return state
 
 
-def _add(layer: nn.Module, piece: Piece) -> dict[str, nn.Parameter]:
-    """Attach a piece; the layer puts its weight together from now on."""
-    if not isinstance(layer, Composed):
-        composed = _COMPOSED[type(layer)]
-        layer.add_module("wider", nn.ModuleDict())
-        layer.__dict__["scale"] = 1.0
-        layer.__class__ = composed
+def _whole(layer: Extended) -> dict[str, Tensor]:
+    """Tensors of the plain layer that an extended one amounts to."""
+    if isinstance(layer, _BatchNorm2d):
+        return layer.whole()
     assert isinstance(layer, Composed)
+    both = {"weight": layer.weight, "bias": layer.bias}
+    return {name: value.detach() for name, value in both.items() if value is not None}
+
+
+def _add(layer: nn.Module, piece: nn.Module) -> dict[str, nn.Parameter]:
+    """Attach a piece; the layer puts its weight together from now on."""
+    if not isinstance(layer, Extended):
+        extended = _EXTENDED[type(layer)]
+        layer.add_module("wider", nn.ModuleDict())
+        if issubclass(extended, Composed):
+            layer.__dict__["scale"] = 1.0
+        layer.__class__ = extended
+    assert isinstance(layer, Extended)
     identifier = str(len(layer.wider))
     piece.train(layer.training)
     layer.wider[identifier] = piece
     return {f"wider.{identifier}.{name}": p for name, p in piece.named_parameters()}
 
 
-def _make_plain(layer: Composed) -> None:
-    del layer.wider, layer.scale
+def _make_plain(layer: Extended) -> None:
+    del layer.wider
+    layer.__dict__.pop("scale", None)
     layer.__class__ = layer.plain  # type: ignore[assignment]
 
 

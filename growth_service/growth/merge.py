@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from growth_service.blocks import Block, FeedForwardBlock, GatedMLPBlock, HeadsBlock, MLPBlock, TransformerBlock
-from growth_service.blocks.composed import Composed, dense
+from growth_service.blocks.composed import dense
 from growth_service.growth import log
 from growth_service.growth.attach import detach
 from growth_service.growth.check import renew_graphs
@@ -28,8 +28,7 @@ def merge(model: nn.Module) -> list[str]:
         Paths of the branches that were folded.
     """
     for module in list(model.modules()):
-        if isinstance(module, Composed):
-            dense(module)
+        dense(module)
     renew_graphs()
     folded = []
     for path, host in [(p, m) for p, m in model.named_modules() if isinstance(m, Block)]:

@@ -7,8 +7,8 @@ they are and every new number gets a gradient, at once or after one step:
 * RMSNorm: rows zero, columns random. Zeros keep the root mean square known (see ``extend_norm``).
 * LayerNorm: rows the mean of the old ones, so that new channels hold the mean of the old, which keeps mean and
   variance known; normed they are zero. Columns random.
-* GroupNorm: new channels are groups of their own, so rows may be random, and columns are zero. (Zero rows would be
-  exact too, but a norm blows a channel near zero up by 1 / sqrt(eps): the first step would be a jump.)
+* GroupNorm, BatchNorm: new channels are normed by themselves, so rows may be random, and columns are zero. (Zero rows
+  would be exact too, but a norm blows a channel near zero up by 1 / sqrt(eps): the first step would be a jump.)
 
 Sources: Wang et al. 2024, "LEMON" (arXiv:2310.07999); Gesmundo and Maile 2023 (arXiv:2308.06103); Evci et al. 2022,
 "GradMax" (arXiv:2201.05125), for one side zero and the other not.
@@ -207,11 +207,12 @@ def _check(parts: Parts, *, channels: int) -> Start:
         if not block.stream_readers:
             raise UserError(f"the stream cannot be widened: a block of type {block.type_name!r} on it cannot follow")
     kinds = {plain_type(n) for n in parts.norms.values()}
-    if len(kinds) > 1:
+    by_channel = kinds <= {nn.GroupNorm, nn.BatchNorm2d}
+    if len(kinds) > 1 and not by_channel:
         names = ", ".join(sorted(k.__name__ for k in kinds))
         raise UserError(
             f"the stream cannot be widened: its norms are {names}, and each needs new channels to start in another "
-            "way (LayerNorm: the mean of the old ones, RMSNorm: zero, GroupNorm: groups of their own)"
+            "way (LayerNorm: the mean of the old ones, RMSNorm: zero, GroupNorm and BatchNorm: at random)"
         )
     for path, norm in parts.norms.items():
         if not isinstance(norm, nn.GroupNorm):
@@ -222,7 +223,7 @@ def _check(parts: Parts, *, channels: int) -> Start:
                 f"{channels} channels do not fill whole groups of {path!r} ({norm.num_groups} groups of {size}): old "
                 f"groups would change; add a multiple of {size} to a norm of several groups"
             )
-    return "mean" if nn.LayerNorm in kinds else "random" if kinds == {nn.GroupNorm} else "zero"
+    return "mean" if nn.LayerNorm in kinds else "random" if kinds and by_channel else "zero"
 
 
 def _extend(parts: Parts, *, channels: int, start: Start, generator: torch.Generator) -> dict[str, nn.Parameter]:

@@ -8,10 +8,10 @@ import torch
 from torch import nn, optim
 from torch_helpers import assert_untouched, fingerprint, generator
 
-from growth_service.blocks import MLPBlock, block_from_config, copy_of
+from growth_service.blocks import ConvBlock, MLPBlock, block_from_config, copy_of
 from growth_service.blocks.composed import Composed, dense, dense_state
 from growth_service.errors import SiteError, UserError
-from growth_service.growth import growth_log, insert_block, rebuild, remove_block, widen, widen_stream
+from growth_service.growth import growth_log, insert_block, merge, rebuild, remove_block, widen, widen_stream
 from growth_service.models import build, sites
 
 SPECS = {
@@ -302,3 +302,48 @@ def test_a_norm_of_one_group_is_refused():
     """Its statistics are over all channels of an image: new ones would change them."""
     model = build(SPECS["resnet"] | {"widths": [4], "blocks": [1], "hidden": [4], "group_size": 4}, seed=0)
     assert "1 groups of 4" in refused(model, "resnet", site="groups.0.entry", channels=4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_keeps_statistics_of_old_channels_and_gets_new_ones(training):
+    model, x = network("resnet"), inputs_of("resnet")
+    block = ConvBlock(4, 4, norm="batch")
+    path = insert_block(model, site="groups.0.entry", block=block, generator=generator(1)).path
+    with torch.no_grad():
+        block.project.weight.normal_(generator=generator(2))
+        block.norm.weight.normal_(generator=generator(3))
+    model.train()(x)
+    model.train(training)
+    before, old = model(x).detach(), block.norm.running_mean.clone()
+    for more in (2, 4):
+        widen_stream(model, site="groups.0.entry", channels=more, generator=generator(4))
+        assert float((model(x) - before).detach().abs().max()) <= 5e-6 * float(before.abs().max())
+    if not training:
+        assert torch.equal(block.norm.running_mean, old)
+    train(model.train(), "resnet", optim.SGD(model.parameters(), lr=0.01), 2)
+    assert block.norm.wider["1"].running_var.std() > 0
+    assert block.norm.num_features == 10
+
+    twin = rebuild(build(SPECS["resnet"], seed=0), growth_log(model))
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin.eval()(x), model.eval()(x))
+    copied = copy_of(block, generator=generator()).eval()
+    z = torch.randn(2, 10, 5, 5, generator=generator(6))
+    torch.testing.assert_close(copied.features(z), block.features(z))
+    whole = model(x).detach()
+    merge(model)
+    torch.testing.assert_close(model(x), whole, rtol=0, atol=5e-6 * float(whole.abs().max()))
+    assert model.get_submodule(path).norm.running_mean.shape == (10,)
+
+
+def test_a_refused_step_takes_batch_norm_back_too():
+    model, x = network("resnet"), inputs_of("resnet")
+    insert_block(model, site="groups.0.entry", block=ConvBlock(4, 4, norm="batch"), generator=generator(1))
+    from growth_service.growth import stream
+
+    before = fingerprint(model)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stream, "rounding_of", lambda _: -1.0)
+        with pytest.raises(UserError):
+            widen_stream(model, site="groups.0.entry", channels=2, generator=generator(), check_batch=x)
+    assert_untouched(model, before)
