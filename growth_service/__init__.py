@@ -13,6 +13,7 @@ _HOMES = {
     "Looks": "growth_service.probing",
     "jumpboard": "growth_service.probing",
     "removal_costs": "growth_service.probing",
+    "unit_costs": "growth_service.probing",
     "sites": "growth_service.models",
     "insert_block": "growth_service.growth",
     "widen": "growth_service.growth",
@@ -48,6 +49,7 @@ __all__ = [
     "run_job",
     "save_network",
     "sites",
+    "unit_costs",
     "widen",
     "widen_stream",
 ]

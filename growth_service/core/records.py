@@ -31,13 +31,14 @@ METRICS: dict[str, str] = {
     "compute/flops_wasted": "work repeated after faults so far, outside the budget",
     "time/stage_s": "wall seconds of the stage",
     "time/overhead_s": "wall seconds of the stage that were not training",
+    "time/grow_s": "wall seconds of the grow step at the beginning of the stage",
     "ledger/delta_r": "validation gain of the jumpboard, nats",
     "ledger/delta_erm": "training gain from the jumpboard on, nats",
     "ledger/gamma": "growth of the generalisation gap, nats",
 }
 """Every metric name that a tracker may write, with its meaning."""
 
-_VOLATILE = ("stage_s", "overhead_s", "flops_wasted", "attempt")
+_VOLATILE = ("stage_s", "overhead_s", "grow_s", "flops_wasted", "attempt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +79,8 @@ class StageRecord:
     """sha256 of the weights after the stage."""
     stage_s: float = 0.0
     overhead_s: float = 0.0
+    grow_s: float = 0.0
+    """Wall seconds of the grow step: line search, change, agreement of ranks, new wrapper."""
     flops_wasted: int = 0
     attempt: int = 0
 
@@ -109,6 +112,7 @@ class StageRecord:
             "compute/flops_wasted": self.flops_wasted,
             "time/stage_s": self.stage_s,
             "time/overhead_s": self.overhead_s,
+            "time/grow_s": self.grow_s,
         }
         if self.certificates:
             sites = self.certificates

@@ -3,7 +3,7 @@
 from growth_service.probing.candidates import Candidate
 from growth_service.probing.jumpboard import Jumpboard, jumpboard
 from growth_service.probing.probe import probe
-from growth_service.probing.removal import RemovalCost, removal_costs
+from growth_service.probing.removal import RemovalCost, UnitCost, removal_costs, unit_costs
 from growth_service.probing.report import SaturationReport, SiteReport
 from growth_service.probing.sequential import Looks
 
@@ -14,7 +14,9 @@ __all__ = [
     "RemovalCost",
     "SaturationReport",
     "SiteReport",
+    "UnitCost",
     "jumpboard",
     "probe",
     "removal_costs",
+    "unit_costs",
 ]

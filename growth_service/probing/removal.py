@@ -7,12 +7,13 @@ that it may go; either alone does not (a small branch can matter, and a large on
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from growth_service.blocks import Block
+from growth_service.blocks import Block, TransformerBlock
+from growth_service.errors import SiteError, UserError
 from growth_service.models.streams import resolve
 from growth_service.probing.candidates import Batch, Loss, Reduction, run_model, sum_loss, untouched
 from growth_service.probing.passes import square_sum
@@ -110,3 +111,81 @@ def _difference(without: list[float], whole: list[float], sizes: list[int]) -> t
         return mean, math.inf
     spread = sum((a - b - n * mean) ** 2 for a, b, n in zip(without, whole, sizes, strict=True))
     return mean, math.sqrt(parts / (parts - 1) * spread) / num
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitCost:
+    """What removing one hidden unit or head would change."""
+
+    index: int
+    """As :func:`remove_units` takes it."""
+    loss_increase: float
+    """Mean loss without it less with it, nats a sample."""
+    standard_error: float
+    """Over batches; inf for one batch."""
+
+
+@torch.no_grad()
+def unit_costs(
+    model: nn.Module,
+    *,
+    site: str,
+    kind: Literal["units", "heads"] = "units",
+    batches: Iterable[Batch],
+    loss: Loss,
+    reduction: Reduction,
+) -> list[UnitCost]:
+    """Exact loss without each hidden unit or head of a block, cheapest first; the network is only looked at.
+
+    One forward pass a unit, and one with all of them.
+
+    Args:
+        model: The network.
+        site: Path of a block.
+        kind: ``units`` or ``heads``.
+        batches: Samples that the network was not trained on.
+        loss: ``loss(outputs, targets)``.
+        reduction: What it does over samples.
+
+    Raises:
+        UserError: If the block has no such units.
+    """
+    block = resolve(model, site)
+    if not isinstance(block, Block):
+        raise SiteError(f"{site!r} is a {type(block).__name__}, not a block: only blocks have units")
+    groups = _columns(block, site, kind)
+    axis = 1 if isinstance(block.project, nn.Conv2d) else -1
+    heads = kind == "heads" and isinstance(block, TransformerBlock)
+    reader = block.get_submodule("joined" if heads else "project")  # units of a sequential block read heads too
+    samples = counted(batches, what="batches", need="pass at least one batch", labelled=True)
+    found = []
+    with untouched(model, with_gradient=False):
+        whole = _losses(model, samples.batches, loss, reduction)
+        for index, columns in enumerate(groups):
+            silence = reader.register_forward_pre_hook(_without(columns, axis))
+            try:
+                without = _losses(model, samples.batches, loss, reduction)
+            finally:
+                silence.remove()
+            increase, error = _difference(without, whole, samples.sizes)
+            found.append(UnitCost(index=index, loss_increase=increase, standard_error=error))
+    return sorted(found, key=lambda cost: cost.loss_increase)
+
+
+def _columns(block: Block, site: str, kind: str) -> list[list[int]]:
+    """Columns of the projection that belong to each unit or head."""
+    heads = block.query.out_features if isinstance(block, TransformerBlock) else 0
+    if kind == "heads":
+        if not isinstance(block, TransformerBlock):
+            raise UserError(f"a block of type {block.type_name!r} ({site!r}) has no attention heads")
+        size = heads // block.config()["heads"]
+        return [list(range(i * size, (i + 1) * size)) for i in range(block.config()["heads"])]
+    return [[heads + i] for i in range(block.hidden)]
+
+
+def _without(columns: list[int], axis: int) -> Any:
+    def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        index = torch.tensor(columns, device=args[0].device)
+        return (args[0].index_fill(axis, index, 0.0),)
+
+    return hook

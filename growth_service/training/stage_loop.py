@@ -108,6 +108,7 @@ class _Stage:
     floor: float | None = None
     """Loss on the training subset that the stage must not end above."""
     trained_s: float = 0.0
+    grown_s: float = 0.0
     fallback: bool = False
     look_flops: int = 0
     """What the look after the stage will cost at most."""
@@ -157,7 +158,9 @@ class StageLoop:
         state = self.state
         old = state.last
         if isinstance(state.decision, Grow):
+            started = time.perf_counter()
             stage.taken = self._grow(state.decision, stage)
+            stage.grown_s = time.perf_counter() - started
         if old is not None and stage.taken.words:
             stage.losses = self._jumpboard_losses(old, stage)
             stage.floor = stage.losses.jumpboard_train
@@ -372,6 +375,7 @@ class StageLoop:
             digest=digest,
             stage_s=seconds,
             overhead_s=seconds - stage.trained_s,
+            grow_s=stage.grown_s,
             flops_wasted=state.flops_wasted,
             attempt=state.attempt,
             **signal,

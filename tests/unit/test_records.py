@@ -56,6 +56,7 @@ STAGES = st.builds(
     digest=WORDS,
     stage_s=FLOATS,
     overhead_s=FLOATS,
+    grow_s=FLOATS,
     flops_wasted=COUNTS,
     attempt=COUNTS,
 )
@@ -115,6 +116,7 @@ def stage_record(**changes):
         decision={"kind": "train_on", "reason": "as asked"},
         stage_s=1.5,
         overhead_s=0.5,
+        grow_s=0.25,
         flops_wasted=7,
         attempt=2,
     )
@@ -199,7 +201,9 @@ def test_a_trial_of_an_unknown_format_is_refused():
         TrialRecord.from_dict(stored | {"format_version": FORMAT_VERSION + 1})
 
 
-@pytest.mark.parametrize("changes", [{"stage_s": 9.0}, {"overhead_s": 9.0}, {"flops_wasted": 9}, {"attempt": 9}])
+@pytest.mark.parametrize(
+    "changes", [{"stage_s": 9.0}, {"overhead_s": 9.0}, {"grow_s": 9.0}, {"flops_wasted": 9}, {"attempt": 9}]
+)
 def test_time_waste_and_attempts_do_not_make_stage_records_unequal(changes):
     assert stage_record(**changes).comparable() == stage_record().comparable()
 
@@ -243,6 +247,7 @@ def test_a_stage_without_a_probe_has_the_metrics_of_training_alone():
         "compute/flops_wasted": 7.0,
         "time/stage_s": 1.5,
         "time/overhead_s": 0.5,
+        "time/grow_s": 0.25,
     }
 
 

@@ -8,8 +8,8 @@ from test_stream_width import SPECS, network
 from torch import nn
 from torch_helpers import assert_untouched, fingerprint, generator
 
-from growth_service import removal_costs, remove_block
-from growth_service.blocks import GatedBranch, MLPBlock
+from growth_service import removal_costs, remove_block, remove_units, unit_costs
+from growth_service.blocks import ConvBlock, GatedBranch, MLPBlock
 from growth_service.errors import NotFiniteError, UserError
 from growth_service.growth import insert_block, widen
 from growth_service.models.sites import blocks_of
@@ -107,3 +107,49 @@ def test_blocks_inside_a_gate_are_not_removed_by_themselves():
     path = insert_block(model, site="groups.0.entry", block=gate, generator=generator()).path
     found = removal_costs(model, batches=batches("mlp"), loss=loss, reduction="mean")
     assert {c.block for c in found} == {"groups.0.blocks.0.branch", "groups.0.blocks.1.branch", path}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("mlp", "units"), ("resnet", "units"), ("gpt", "units"), ("gpt", "heads"), ("gpt-rotary-rms", "heads")],
+)
+def test_the_loss_without_a_unit_is_that_of_the_network_without_it(name, kind):
+    model, site = network(name), "groups.0.blocks.0.branch"
+    if name == "resnet":  # its units leave in whole groups: without a norm over them, one by one
+        site = insert_block(
+            model, site="groups.0.entry", block=ConvBlock(4, 3, norm="none"), generator=generator(1)
+        ).path
+        with torch.no_grad():
+            model.get_submodule(site).project.weight.normal_(generator=generator(2))
+    before = fingerprint(model)
+    found = unit_costs(model, site=site, kind=kind, batches=batches(name), loss=loss, reduction="mean")
+    assert_untouched(model, before)
+    host, whole = model.get_submodule(site), mean_loss(model, name)
+    assert sorted(c.index for c in found) == list(range(host.hidden if kind == "units" else 2))
+    assert [c.loss_increase for c in found] == sorted(c.loss_increase for c in found)
+    for cost in found:
+        rest = copy.deepcopy(model)
+        remove_units(rest, site=site, **{kind: [cost.index]})
+        assert cost.loss_increase == pytest.approx(mean_loss(rest, name) - whole, abs=2e-5)
+
+
+def test_units_of_what_has_none_are_refused():
+    model = network("mlp")
+    given = {"batches": batches("mlp"), "loss": loss, "reduction": "mean"}
+    with pytest.raises(UserError, match="no attention heads"):
+        unit_costs(model, site="groups.0.blocks.0.branch", kind="heads", **given)
+    with pytest.raises(UserError, match="not a block"):
+        unit_costs(model, site="head", **given)
+
+
+def test_a_frozen_network_grows_and_what_is_new_learns():
+    model = network("mlp").requires_grad_(False)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))], lr=0.1)
+    old = copy.deepcopy(model.state_dict())
+    receipt = insert_block(model, site="groups.0.blocks.0", generator=generator(1), optimizer=optimizer)
+    x, y = batches("mlp")[0]
+    loss(model(x), y).backward()
+    optimizer.step()
+    assert all(torch.equal(model.state_dict()[n], v) for n, v in old.items())
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == set(receipt.parameters)
+    assert float(model.get_submodule(receipt.path).project.weight.detach().abs().max()) > 0
