@@ -10,6 +10,7 @@ from typing import Any
 
 _HOMES = {
     "probe": "growth_service.probing",
+    "probe_stream": "growth_service.training.stream_probe",
     "Looks": "growth_service.probing",
     "jumpboard": "growth_service.probing",
     "removal_costs": "growth_service.probing",
@@ -42,6 +43,7 @@ __all__ = [
     "load_network",
     "merge",
     "probe",
+    "probe_stream",
     "rebuild",
     "removal_costs",
     "remove_block",

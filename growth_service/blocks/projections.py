@@ -91,17 +91,19 @@ def add_cross_gradient(project: Projection, g: Tensor, phi: Tensor, *, to: Tenso
 
     Args:
         project: The projection.
-        g: Gradient of the loss with respect to the stream, in the stream's layout.
+        g: Gradient of the loss with respect to the stream, in the stream's layout; of a stream with more channels
+            than the projection has rows, the last ones are its own.
         phi: The block's features on the same samples.
         to: Changed in place.
     """
     match project:
         case nn.Linear():
-            g_ND = g.reshape(-1, g.shape[-1])
+            g_ND = g.reshape(-1, g.shape[-1])[:, -project.out_features :]
             to[:, : project.in_features].addmm_(g_ND.T, phi.reshape(-1, phi.shape[-1]))
             if project.bias is not None:
                 to[:, -1].add_(g_ND.sum(dim=0))
         case nn.Conv2d():
+            g = g[:, -project.out_channels :]
             if project.kernel_size == (1, 1):
                 weight = torch.einsum("bdp,bkp->dk", g.flatten(2), phi.flatten(2))
             else:

@@ -38,7 +38,7 @@ NEAR_DIAGONAL_SHARE = 0.5
 class CandidateEvidence:
     """What was measured of one candidate; gains in nats."""
 
-    kind: Literal["depth", "width"]
+    kind: Literal["depth", "width", "stream"]
     path: str
     """Site of a new block, or path of the block that would get new units."""
     verdict: Verdict
@@ -279,7 +279,7 @@ def _some_useful(evidence: Evidence, useful: Sequence[CandidateEvidence]) -> Adv
         doubt = f"training and held-out gradients point apart (cosine {best.cosine:.2f})"
     if doubt is None:
         return Advice(
-            action="grow_depth" if best.kind == "depth" else "widen",
+            action="grow_depth" if best.kind == "depth" else "widen",  # units, or channels of the stream
             target=best.path,
             reason=finding,
             unlock=Unlock(words="nothing: the gain is certain, and training can realise it"),

@@ -77,7 +77,7 @@ def decision_from_dict(data: dict[str, Any]) -> Decision:
 class CandidateReading:
     """What the probe says about one candidate; gains in nats."""
 
-    kind: Literal["depth", "width"]
+    kind: Literal["depth", "width", "stream"]
     path: str
     """Site of a new block, or path of the block that would get new units."""
     verdict: Verdict

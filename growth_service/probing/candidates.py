@@ -26,8 +26,9 @@ class Candidate:
     """Site of a new block (depth), or the block that would get new units (width)."""
     block: Any
     """A :class:`Block`; or any module that adds nothing yet, scored through Jacobian products."""
-    kind: Literal["depth", "width"] = "depth"
-    """A new block reads the output of the module, new units read its input; both add to the output."""
+    kind: Literal["depth", "width", "stream"] = "depth"
+    """A new block reads the output of the module, new units read its input; both add to the output. New channels of the
+    stream (of a widened copy) are the last of the module's output, written from what its last layer reads."""
     beside: tuple[str, ...] = ()
     """Paths of existing linear maps or convolutions that write at the same place: what their inputs express
     already is taken off the score (formula "grow against train on")."""
@@ -36,6 +37,8 @@ class Candidate:
     of the candidate, so they are taken from the network's own forward pass. None: they are computed."""
     name: str = ""
     """Tells several candidates at one site apart, for example where their inner weights come from."""
+    added_flops: int | None = None
+    """FLOPs that it would add to a training sample; None: those of the block, counted."""
 
 
 @contextmanager

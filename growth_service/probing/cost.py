@@ -104,6 +104,9 @@ def _added_flops(candidates: list[Candidate], seen: list[Seen]) -> list[int]:
     counts: dict[Any, int] = {}
     found = []
     for candidate, s in zip(candidates, seen, strict=True):
+        if candidate.added_flops is not None:
+            found.append(candidate.added_flops)
+            continue
         config = json.dumps(candidate.block.config()) if is_projected(candidate.block) else id(candidate.block)
         key = (config, s.source.shape)
         if key not in counts:

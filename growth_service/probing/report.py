@@ -30,7 +30,7 @@ class SiteReport:
     name: str
     """Tells several candidates at one site apart; empty where there is one."""
     block: dict[str, Any]
-    kind: Literal["depth", "width"]
+    kind: Literal["depth", "width", "stream"]
     num_samples: int
     width: int
     """Rows of the projection: channels of the stream."""
