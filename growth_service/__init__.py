@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 _HOMES = {
+    "informed_block": "growth_service.probing",
     "probe": "growth_service.probing",
     "probe_stream": "growth_service.training.stream_probe",
     "Looks": "growth_service.probing",
@@ -37,6 +38,7 @@ __all__ = [
     "duplicate_units",
     "follow",
     "growth_log",
+    "informed_block",
     "insert_block",
     "jumpboard",
     "load_job",
