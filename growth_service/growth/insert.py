@@ -63,8 +63,6 @@ def insert_block(
     model = growable(model)
     module = resolve(model, site)
     unshared(model, site)
-    if block is not None and any(m is block for m in model.modules()):
-        raise UserError(f"the block for {site!r} is in the network already: pass a block of its own (a copy of it)")
     if block is None:
         place = _describe(model, site, check_batch)
         block = block_from_config(default_block_config(model, place), generator=generator)
@@ -166,7 +164,12 @@ def attach_and_judge(
         check_batch: Inputs.
         judge: Raises where the largest change of an output is too large; all is undone then.
         copied: Of copies of units: which they copy.
+
+    Raises:
+        UserError: If the block is in the network already.
     """
+    if any(m is block for m in model.modules()):
+        raise UserError(f"the block for {site!r} is in the network already: pass a block of its own (a copy of it)")
     parent = f"{site}.{attachment}"
     identifier = log.next_identifier(model, parent)
     path = f"{parent}.{identifier}"

@@ -17,7 +17,7 @@ from growth_service.growth import log
 from growth_service.growth.attach import detach, owner
 from growth_service.growth.check import growable, largest_change, outputs, renew_graphs, unshared, untied, whole_number
 from growth_service.growth.sharding import begin_again, check_unsharded
-from growth_service.growth.transplant import Optimizers, forget, replace_cut
+from growth_service.growth.transplant import Optimizers, check_optimizer, forget, replace_cut
 from growth_service.models.families import Residual
 from growth_service.models.streams import resolve
 
@@ -49,6 +49,7 @@ def remove_block(
             "by the path in its receipt, or a branch of one of this project's families"
         )
     unshared(model, block)
+    check_optimizer(optimizer)
     before = None if check_batch is None else outputs(model, check_batch)
     named = {f"{block}.{name}": p for name, p in found.named_parameters()}
     take_out(model, block)
@@ -119,6 +120,7 @@ def remove_units(
     units, heads = (_indices(given, what=what) for given, what in ((units, "units"), (heads, "heads")))
     check_units(host, site, units=units, heads=heads)
     unshared(model, site)
+    check_optimizer(optimizer)
     untied(model, [f"{site}.{name}" for name in _cut_layers(host, heads=bool(heads))])
     before = None if check_batch is None else outputs(model, check_batch)
     num = sum(p.numel() for p in host.parameters())

@@ -52,6 +52,16 @@ def adopt(optimizer: Optimizers, named_new: dict[str, nn.Parameter], *, model: n
             group["param_names"].append(name)
 
 
+def check_optimizer(optimizer: Optimizers | None) -> None:
+    """Refuse what is no optimiser, before anything changes.
+
+    Raises:
+        UserError: Naming its type.
+    """
+    if optimizer is not None:
+        _all(optimizer)
+
+
 def forget(optimizer: Optimizers, gone: Iterable[nn.Parameter]) -> None:
     """Take parameters and their state out of an optimiser."""
     gone = set(gone)

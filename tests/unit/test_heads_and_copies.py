@@ -591,6 +591,7 @@ def test_a_block_is_inserted_once():
     model, block = network("mlp"), MLPBlock(6, 3)
     insert_block(model, site="groups.0.entry", block=block, generator=generator())
     failing(insert_block, model, inputs_of("mlp"), site="groups.0.blocks.0", block=block)
+    failing(widen, model, inputs_of("mlp"), site=BRANCH, units=block)
 
 
 def test_a_block_off_the_stream_stops_the_stream_from_widening():

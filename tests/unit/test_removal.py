@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from test_stream_width import SPECS, inputs_of, named, network, train
-from torch import nn, optim
+from test_stream_width import SPECS, inputs_of, network, train
+from torch import optim
 from torch_helpers import assert_untouched, fingerprint, generator
 
 from growth_service.blocks import ConvBlock
@@ -19,9 +19,10 @@ from growth_service.growth import (
     widen,
 )
 from growth_service.models import build, sites
-from growth_service.models.sites import blocks_of, size_of
+from growth_service.models.sites import size_of
 
 NAMES = list(SPECS)
+BRANCH = "groups.0.blocks.0.branch"
 OPTIMIZERS = [
     lambda ps: optim.SGD(ps, lr=0.01, momentum=0.9),
     lambda ps: optim.AdamW(ps, lr=1e-3),
@@ -224,9 +225,12 @@ def test_only_blocks_lose_units():
     assert "not a block" in refused(model, lambda: remove_units(model, site="head", units=[0]))
 
 
-def test_removal_is_of_live_modules_only():
-    assert set(blocks_of(network("mlp"))) == {"groups.0.blocks.0.branch", "groups.0.blocks.1.branch"}
-    assert isinstance(named(network("mlp"))["head.weight"], nn.Parameter)
+@pytest.mark.parametrize("step", [remove_block, remove_units])
+def test_what_is_no_optimiser_is_refused_before_anything_is_cut(step):
+    model = network("mlp")
+    scheduler = optim.lr_scheduler.StepLR(optim.SGD(model.parameters(), lr=0.1), 3)
+    where = {"block": BRANCH} if step is remove_block else {"site": BRANCH, "units": [0]}
+    assert "optimizer is a StepLR" in refused(model, lambda: step(model, optimizer=scheduler, **where))
 
 
 def test_units_take_their_batch_statistics_with_them():
