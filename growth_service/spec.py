@@ -23,10 +23,13 @@ from pydantic import (
     model_validator,
 )
 
+from growth_service.core.rates import Rewarm, Shape
 from growth_service.core.units import Dimension, parse_quantity
 from growth_service.errors import JobFileError, UserError
 
 MAX_JOB_BYTES = 1 << 20
+FIXED_ARGUMENTS = ("name", "num_stages", "shares")
+"""Arguments of a schedule builder that come from elsewhere in the job."""
 
 
 def _quantity(dimension: Dimension) -> BeforeValidator:
@@ -101,7 +104,7 @@ class TrainingSpec(_Spec):
 
     optimizer: Literal["sgd", "adamw"] = "adamw"
     learning_rate: Annotated[Number, Field(gt=0, le=10)] = 0.005
-    """Peak rate; each stage warms up to it and decays by a cosine."""
+    """Peak rate."""
     momentum: Annotated[Number, Field(ge=0, lt=1)] = 0.9
     """Of SGD."""
     weight_decay: Annotated[Number, Field(ge=0, le=1)] = 0.01
@@ -109,11 +112,19 @@ class TrainingSpec(_Spec):
     """Samples in a global batch, whatever the number of workers."""
     shards: Count = 4
     """Pieces of a batch whose gradients are summed in one fixed tree: 1, 2 and 4 workers agree bit for bit."""
+    rates: Shape = "restarts"
+    """Shape of the learning rate over a trial: ``restarts`` (each stage warms up and decays), ``wsd`` (steady, then
+    one decay at the end of the budget) or ``cosine`` (one over the whole budget)."""
     warmup_share: Annotated[Number, Field(ge=0, lt=1)] = 0.1
+    """Share of a stage over which it warms up, where it does."""
+    decay_share: Annotated[Number, Field(gt=0, le=1)] = 0.2
+    """Share of the budget over which ``wsd`` decays."""
     floor_share: Annotated[Number, Field(ge=0, le=1)] = 0.02
-    """Last rate of a stage as a share of the peak."""
-    rewarm: Literal["whole", "new", "none"] = "whole"
+    """Lowest rate as a share of the peak."""
+    rewarm: Rewarm = "whole"
     """What warms up again in later stages: everything, what is new in the stage, or nothing."""
+    evaluate_samples: Count = 4096
+    """Most training samples on which the training loss is measured after a stage."""
     augment: Literal["none", "crop_flip"] = "none"
     """Random shifts and flips of training images; probes and evaluations see images as they are."""
 
@@ -177,13 +188,30 @@ class SearchSpec(_Spec):
     """Run as listed."""
     suggest: SuggestSpec | None = None
     """Suggested after the listed ones."""
-    stages: Annotated[int, Field(ge=1, le=100)] = 5
-    """Stages of a trial; each gets an equal share of its budget."""
+    stages: Annotated[int, Field(ge=1, le=100)] | tuple[Share, ...] = 5
+    """Stages of a trial: a number (equal shares of its budget), or the share of each."""
     repeats: Annotated[int, Field(ge=1, le=100)] = 1
     """Trials of each listed schedule, with seeds seed, seed + 1, ..."""
     concurrent_trials: Count = 1
     deterministic: bool = True
     """Decide across trials in a fixed order (waves of ``concurrent_trials``), so that the study repeats exactly."""
+
+    @field_validator("stages")
+    @classmethod
+    def _shares_sum_to_one(cls, value: int | tuple[float, ...]) -> int | tuple[float, ...]:
+        if not isinstance(value, int) and abs(sum(value) - 1) > 1e-6:
+            raise ValueError(f"the shares of the stages sum to {sum(value):g}: they must sum to 1")
+        return value
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a trial."""
+        return self.stages if isinstance(self.stages, int) else len(self.stages)
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """Share of the budget of each stage; None: equal ones."""
+        return None if isinstance(self.stages, int) else tuple(s / sum(self.stages) for s in self.stages)
 
     @model_validator(mode="after")
     def _something_to_run(self) -> Self:
@@ -300,16 +328,16 @@ def call_checked(function: Callable[..., Any], arguments: dict[str, Any], *, whe
     fields: dict[str, Any] = {
         name: (p.annotation, ... if p.default is p.empty else p.default)
         for name, p in signature(function, eval_str=True).parameters.items()
-        if name not in ("name", "num_stages")
+        if name not in FIXED_ARGUMENTS
     }
-    given = {k: v for k, v in arguments.items() if k not in ("name", "num_stages")}
+    given = {k: v for k, v in arguments.items() if k not in FIXED_ARGUMENTS}
     model = create_model("Arguments", __base__=_Spec, **fields)
     try:
         checked = model.model_validate(given)
     except ValidationError as error:
         raise UserError("\n".join(f"{where}: {line}" for line in _explain(error, model))) from None
     values = {name: getattr(checked, name) for name in fields}
-    fixed = {k: arguments[k] for k in ("name", "num_stages") if k in arguments}
+    fixed = {k: arguments[k] for k in FIXED_ARGUMENTS if k in arguments}
     return function(**values, **fixed)
 
 

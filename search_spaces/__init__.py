@@ -10,27 +10,43 @@ from typing import Any
 
 from growth_service.core.schedule import GrowthSchedule
 from growth_service.errors import UserError
-from growth_service.spec import JobSpec, ScheduleEntry, call_checked
-from search_spaces.baselines import data_only, depth_only, one_shot_late, scratch
+from growth_service.spec import JobSpec, ScheduleEntry, SearchSpec, call_checked
+from search_spaces.baselines import (
+    compound,
+    data_only,
+    depth_only,
+    one_shot_late,
+    scratch,
+    stacking,
+    width_only,
+)
 from search_spaces.joint import joint, joint_space
 
-BUILDERS: dict[str, Callable[..., GrowthSchedule]] = {
-    builder.__name__: builder for builder in (scratch, depth_only, data_only, one_shot_late, joint)
-}
+_BUILDERS: tuple[Callable[..., GrowthSchedule], ...] = (
+    scratch,
+    depth_only,
+    width_only,
+    data_only,
+    compound,
+    one_shot_late,
+    stacking,
+    joint,
+)
+BUILDERS: dict[str, Callable[..., GrowthSchedule]] = {builder.__name__: builder for builder in _BUILDERS}
 """Schedule builders that ``use:`` may name."""
 
 SPACES: dict[str, Callable[[Any], dict[str, Any]]] = {"joint_space": joint_space}
 """Define-by-run spaces that ``suggest.space`` may name: Optuna trial in, schedule entry out."""
 
 
-def resolve(entry: ScheduleEntry, *, num_stages: int, where: str = "schedule") -> GrowthSchedule:
-    """Build the schedule of one entry of a job file.
+def resolve(entry: ScheduleEntry, *, search: SearchSpec, where: str = "schedule") -> GrowthSchedule:
+    """Build the schedule of one entry of a job file, on the stages of its search.
 
     Raises:
         UserError: If the builder is unknown or an argument is wrong; names what is allowed.
     """
     builder = _named(BUILDERS, entry.use, where=where, what="schedule builder")
-    arguments = entry.arguments | {"name": entry.name, "num_stages": num_stages}
+    arguments = entry.arguments | {"name": entry.name, "num_stages": search.num_stages, "shares": search.shares}
     schedule = call_checked(builder, arguments, where=f"{where} ({entry.use})")
     assert isinstance(schedule, GrowthSchedule)
     return schedule
@@ -43,8 +59,7 @@ def listed_schedules(job: JobSpec) -> list[GrowthSchedule]:
         UserError: As :func:`resolve`.
     """
     return [
-        resolve(entry, num_stages=job.search.stages, where=f"search.schedules.{i}")
-        for i, entry in enumerate(job.search.schedules)
+        resolve(entry, search=job.search, where=f"search.schedules.{i}") for i, entry in enumerate(job.search.schedules)
     ]
 
 

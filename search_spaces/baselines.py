@@ -1,23 +1,19 @@
-"""Baselines that any growth schedule has to face at equal compute."""
+"""Baselines that any growth schedule has to face at equal compute: fixed lists of steps."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 
-from growth_service.core.schedule import (
-    AddBlock,
-    AddChannels,
-    AddData,
-    AddUnits,
-    Change,
-    FixedSteps,
-    GrowthSchedule,
-    InitialSize,
-)
+from growth_service.core.policies import FixedSteps
+from growth_service.core.schedule import GrowthSchedule, InitialSize
+from growth_service.core.steps import AddBlock, AddChannels, AddData, AddUnits, Change, Deepen, Inner, Widen
 
 Sizes = tuple[Annotated[int, Ge(0)], ...]
 Share = Annotated[float, Ge(0.001), Le(1)]
-Inner = Literal["random", "copy"]
+Factor = Annotated[float, Gt(1), Le(16)]
+Shares = tuple[float, ...] | None
+"""Shares of the budget of each stage, which come from the job; None: equal ones."""
+Steps = tuple[tuple[int, tuple[Change, ...]], ...]
 
 
 def end_of_group(group: int, blocks: Sizes) -> str:
@@ -25,29 +21,55 @@ def end_of_group(group: int, blocks: Sizes) -> str:
     return f"groups.{group}.blocks.{blocks[group] - 1}" if blocks[group] else f"groups.{group}.entry"
 
 
-def scratch(*, name: str, num_stages: int, blocks: Sizes, hidden: Sizes, data_share: Share = 1.0) -> GrowthSchedule:
-    """Train one size from the start, with the same learning-rate restarts as everybody."""
-    size = InitialSize(blocks=blocks, hidden=hidden, data_share=data_share)
-    return GrowthSchedule(name=name, initial=size, policy=FixedSteps(), num_stages=num_stages)
+def stage_before(share: float, *, num_stages: int, shares: Shares) -> int:
+    """The stage whose end is nearest to a share of the budget, never the last one; the earlier of two as near."""
+    even = tuple(1 / num_stages for _ in range(num_stages))
+    ends = [sum((shares or even)[: s + 1]) for s in range(num_stages - 1)]
+    return min(range(len(ends)), key=lambda s: abs(ends[s] - share), default=0)
+
+
+def scratch(
+    *,
+    name: str,
+    num_stages: int,
+    shares: Shares = None,
+    blocks: Sizes,
+    hidden: Sizes,
+    widths: Sizes | None = None,
+    data_share: Share = 1.0,
+) -> GrowthSchedule:
+    """Train one size from the start to the end."""
+    size = InitialSize(blocks=blocks, hidden=hidden, widths=widths, data_share=data_share)
+    return GrowthSchedule(name=name, initial=size, policy=FixedSteps(), num_stages=num_stages, shares=shares)
 
 
 def depth_only(
-    *, name: str, num_stages: int, blocks: Sizes, hidden: Sizes, inner: Inner = "copy", until_share: Share = 0.6
+    *,
+    name: str,
+    num_stages: int,
+    shares: Shares = None,
+    blocks: Sizes,
+    hidden: Sizes,
+    widths: Sizes | None = None,
+    inner: Inner = "copy",
+    until_share: Share = 0.6,
 ) -> GrowthSchedule:
     """One block more at the end of each group after every stage, up to a share of the stages."""
     last = max(1, round(num_stages * until_share))
     step = tuple(AddBlock(site=end_of_group(g, blocks), inner=inner) for g in range(len(blocks)))
     steps = tuple((stage, step) for stage in range(min(last, num_stages - 1)))
-    size = InitialSize(blocks=blocks, hidden=hidden)
-    return GrowthSchedule(name=name, initial=size, policy=FixedSteps(steps=steps), num_stages=num_stages)
+    size = InitialSize(blocks=blocks, hidden=hidden, widths=widths)
+    return GrowthSchedule(name=name, initial=size, policy=FixedSteps(steps=steps), num_stages=num_stages, shares=shares)
 
 
 def data_only(
     *,
     name: str,
     num_stages: int,
+    shares: Shares = None,
     blocks: Sizes,
     hidden: Sizes,
+    widths: Sizes | None = None,
     data_share: Share = 0.25,
     factor: Annotated[float, Ge(1.1)] = 2.0,
 ) -> GrowthSchedule:
@@ -59,16 +81,89 @@ def data_only(
             break
         share = min(1.0, share * factor)
         steps.append((stage, (AddData(share=share),)))
-    size = InitialSize(blocks=blocks, hidden=hidden, data_share=data_share)
-    return GrowthSchedule(name=name, initial=size, policy=FixedSteps(steps=tuple(steps)), num_stages=num_stages)
+    size = InitialSize(blocks=blocks, hidden=hidden, widths=widths, data_share=data_share)
+    policy = FixedSteps(steps=tuple(steps))
+    return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages, shares=shares)
+
+
+def width_only(
+    *,
+    name: str,
+    num_stages: int,
+    shares: Shares = None,
+    blocks: Sizes,
+    hidden: Sizes,
+    widths: Sizes | None = None,
+    factor: Factor = 1.5,
+    steps: Annotated[int, Ge(1)] = 1,
+    until_share: Share = 0.6,
+) -> GrowthSchedule:
+    """Streams, hidden units and heads times ``factor``, ``steps`` times, evenly spread up to a share of the budget."""
+    when = _spread(steps, until_share=until_share, num_stages=num_stages, shares=shares)
+    size = InitialSize(blocks=blocks, hidden=hidden, widths=widths)
+    policy = FixedSteps(steps=tuple((stage, (Widen(times=factor),)) for stage in when))
+    return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages, shares=shares)
+
+
+def compound(
+    *,
+    name: str,
+    num_stages: int,
+    shares: Shares = None,
+    blocks: Sizes,
+    hidden: Sizes,
+    widths: Sizes | None = None,
+    data_share: Share = 1.0,
+    width_factor: Factor = 1.5,
+    steps: Annotated[int, Ge(1)] = 1,
+    until_share: Share = 0.6,
+) -> GrowthSchedule:
+    """Depth, width and data at one fixed ratio: depth and data double as the width grows by ``width_factor``.
+
+    Source: compound scaling, Tan and Le 2019 (arXiv:1905.11946).
+    """
+    when = _spread(steps, until_share=until_share, num_stages=num_stages, shares=shares)
+    share, listed = data_share, []
+    for stage in when:
+        changes: tuple[Change, ...] = (Widen(times=width_factor), Deepen())
+        if share < 1:
+            share = min(1.0, 2 * share)
+            changes = (*changes, AddData(share=share))
+        listed.append((stage, changes))
+    size = InitialSize(blocks=blocks, hidden=hidden, widths=widths, data_share=data_share)
+    policy = FixedSteps(steps=tuple(listed))
+    return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages, shares=shares)
+
+
+def stacking(
+    *,
+    name: str,
+    num_stages: int,
+    shares: Shares = None,
+    blocks: Sizes,
+    hidden: Sizes,
+    widths: Sizes | None = None,
+    steps: Annotated[int, Ge(1)] = 2,
+    until_share: Share = 0.5,
+) -> GrowthSchedule:
+    """Depth doubles by plain copies of all blocks, output projections too: outputs change.
+
+    Source: progressive stacking, Gong et al. 2019; Du et al. 2024 (arXiv:2405.15319).
+    """
+    when = _spread(steps, until_share=until_share, num_stages=num_stages, shares=shares)
+    size = InitialSize(blocks=blocks, hidden=hidden, widths=widths)
+    policy = FixedSteps(steps=tuple((stage, (Deepen(exact=False),)) for stage in when))
+    return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages, shares=shares)
 
 
 def one_shot_late(
     *,
     name: str,
     num_stages: int,
+    shares: Shares = None,
     blocks: Sizes,
     hidden: Sizes,
+    widths: Sizes | None = None,
     add_blocks: Annotated[int, Ge(0)] = 1,
     add_units: Annotated[int, Ge(0)] = 0,
     add_channels: Annotated[int, Ge(0)] = 0,
@@ -90,7 +185,15 @@ def one_shot_late(
         changes += [AddChannels(site=f"groups.{g}.entry", channels=add_channels) for g in range(len(blocks))]
     for g in range(len(blocks)):
         changes += [AddBlock(site=end_of_group(g, blocks), inner=inner)] * add_blocks
-    stage = min(max(0, round(num_stages * at_share) - 1), num_stages - 2)
+    stage = stage_before(at_share, num_stages=num_stages, shares=shares)
     steps = ((stage, tuple(changes)),) if num_stages > 1 and changes else ()
-    size = InitialSize(blocks=blocks, hidden=hidden)
-    return GrowthSchedule(name=name, initial=size, policy=FixedSteps(steps=steps), num_stages=num_stages)
+    size = InitialSize(blocks=blocks, hidden=hidden, widths=widths)
+    return GrowthSchedule(name=name, initial=size, policy=FixedSteps(steps=steps), num_stages=num_stages, shares=shares)
+
+
+def _spread(steps: int, *, until_share: float, num_stages: int, shares: Shares) -> list[int]:
+    """Stages after which ``steps`` steps are taken, at even distances up to a share of the budget."""
+    if num_stages == 1:
+        return []
+    wanted = [until_share * (k + 1) / steps for k in range(steps)]
+    return sorted({stage_before(share, num_stages=num_stages, shares=shares) for share in wanted})

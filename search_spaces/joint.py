@@ -4,17 +4,21 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from growth_service.core.schedule import Axis, GrowthSchedule, InitialSize, SignalGuided
+from growth_service.core.policies import SignalGuided
+from growth_service.core.schedule import GrowthSchedule, InitialSize
+from growth_service.core.steps import Axis, Inner
 from growth_service.core.units import parse_quantity
-from search_spaces.baselines import Inner, Share, Sizes
+from search_spaces.baselines import Share, Shares, Sizes
 
 
 def joint(
     *,
     name: str,
     num_stages: int,
+    shares: Shares = None,
     blocks: Sizes,
     hidden: Sizes,
+    widths: Sizes | None = None,
     data_share: Share = 1.0,
     axes: tuple[Literal["depth", "width", "data"], ...] = ("depth", "width", "data"),
     level: Annotated[float, Gt(0), Lt(0.5)] = 0.05,
@@ -29,8 +33,10 @@ def joint(
     Args:
         name: Of the trial.
         num_stages: Looks are taken after each stage but the last.
+        shares: Of the budget, one a stage.
         blocks: Initial residual blocks of each group.
         hidden: Initial hidden units of each group.
+        widths: Initial channels of the stream in each group; None: as the model of the job says.
         data_share: Initial share of the training split.
         axes: What may grow.
         level: Error level of each look over all candidates.
@@ -50,8 +56,8 @@ def joint(
         inner=inner,
         jumpboard=jumpboard,
     )
-    size = InitialSize(blocks=blocks, hidden=hidden, data_share=data_share)
-    return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages)
+    size = InitialSize(blocks=blocks, hidden=hidden, widths=widths, data_share=data_share)
+    return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages, shares=shares)
 
 
 def joint_space(trial: Any) -> dict[str, Any]:

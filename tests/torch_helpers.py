@@ -13,17 +13,9 @@ from torch import Tensor, nn
 from torch.multiprocessing import get_context, start_processes
 
 from growth_service.core.decisions import Decision
-from growth_service.core.schedule import (
-    AddBlock,
-    AddChannels,
-    AddData,
-    AddUnits,
-    FixedSteps,
-    GrowthSchedule,
-    InitialSize,
-    Policy,
-    SignalGuided,
-)
+from growth_service.core.policies import FixedSteps, Policy, SignalGuided
+from growth_service.core.schedule import GrowthSchedule, InitialSize
+from growth_service.core.steps import AddBlock, AddChannels, AddData, AddUnits
 from growth_service.models import Family, build
 from growth_service.training.config import TrialConfig
 from growth_service.training.datasets import prepare

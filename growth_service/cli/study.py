@@ -134,7 +134,7 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
     _stop_on_signals()
     job = load_job(path, overrides=overrides)
     console = err()
-    view = LiveView(console, budget_flops=job.budget.trial, num_stages=job.search.stages)
+    view = LiveView(console, budget_flops=job.budget.trial, num_stages=job.search.num_stages)
     with view if not as_json else nullcontext():
         result = run_job(
             job, resume=resume, observer=None if as_json else view, job_text=path.read_text(encoding="utf-8")

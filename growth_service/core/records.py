@@ -38,7 +38,7 @@ METRICS: dict[str, str] = {
 }
 """Every metric name that a tracker may write, with its meaning."""
 
-_VOLATILE = ("stage_s", "overhead_s", "grow_s", "flops_wasted", "attempt")
+_VOLATILE = ("stage_s", "overhead_s", "grow_s", "flops_wasted", "attempt", "reused")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +61,11 @@ class StageRecord:
     """The trial's account after the stage: total, spent, reserved, free."""
     decision: dict[str, Any]
     """What the trial decided after the stage, with its reason."""
+    targets_seen: int = 0
+    """Predictions that training has been corrected on so far: classes of samples, or tokens of sequences, repeated
+    ones too."""
+    flops_per_sample: int = 0
+    """Forward and backward of one training sample through the network as it is now."""
     verdict: str | None = None
     """Network verdict; None where the policy does not probe."""
     tolerance_nats: float | None = None
@@ -83,6 +88,8 @@ class StageRecord:
     """Wall seconds of the grow step: line search, change, agreement of ranks, new wrapper."""
     flops_wasted: int = 0
     attempt: int = 0
+    reused: bool = False
+    """True where another trial had run this very stage and its result was taken; its FLOPs are booked all the same."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""

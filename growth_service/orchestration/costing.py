@@ -47,7 +47,7 @@ def cost_of(job: JobSpec, *, folder: Path) -> dict[str, Any]:
         "study_flops": resources.study_budget(job).total_flops,
         "start_s": START_S,
         "expected_s": seconds * num / max(len(listed), 1) / at_once,
-        "disk_bytes": sum(t["params"] * 4 * 3 * 2 * job.search.stages for t in listed),
+        "disk_bytes": sum(t["params"] * 4 * 3 * 2 * job.search.num_stages for t in listed),
     }
 
 

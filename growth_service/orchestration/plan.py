@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from growth_service.core.schedule import AddBlock, AddChannels, AddUnits, FixedSteps, GrowthSchedule, SignalGuided
+from growth_service.core.policies import FixedSteps, Triggered, sight_of
+from growth_service.core.schedule import GrowthSchedule
+from growth_service.core.steps import AddBlock, AddChannels, AddHeads, AddUnits, Change
 from growth_service.core.streams import stream_seed
 from growth_service.core.units import format_flops
 from growth_service.errors import UserError
@@ -16,6 +18,7 @@ from growth_service.spec import JobSpec, ScheduleEntry
 from growth_service.training.augment import check_augmentable
 from growth_service.training.config import TrialConfig
 from growth_service.training.datasets import subset_size
+from growth_service.training.expansion import expand
 from growth_service.training.growing import add_channels, candidates, new_block, new_branch
 from growth_service.training.ranks import Ranks
 from growth_service.training.stage_loop import StageLoop
@@ -54,7 +57,7 @@ def suggested_trial(job: JobSpec, *, index: int, arguments: dict[str, Any]) -> P
         "hidden": first.get("hidden", [job.model.group_size] * len(job.model.widths)),
     }
     entry = ScheduleEntry.model_validate({"name": f"suggested-{index:02d}"} | defaults | arguments)
-    schedule = resolve(entry, num_stages=job.search.stages, where="search.suggest")
+    schedule = resolve(entry, search=job.search, where="search.suggest")
     return PlannedTrial(index=index, name=entry.name, schedule=schedule, seed=job.seed)
 
 
@@ -73,7 +76,7 @@ def base_spec(job: JobSpec, schedule: GrowthSchedule, data: dict[str, Any]) -> d
         )
     common = {
         "family": model.family,
-        "widths": list(model.widths),
+        "widths": list(model.widths if sizes.widths is None else sizes.widths),
         "blocks": list(sizes.blocks),
         "hidden": list(sizes.hidden),
     }
@@ -133,22 +136,40 @@ def check_networks(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any
 
 
 def _rehearse(model: Family, schedule: GrowthSchedule) -> None:
-    """Take all steps of a fixed schedule (or build all candidates of a guided one) on an untrained network."""
+    """Take the steps that are known (and build all candidates of the first look) on an untrained network."""
     match schedule.policy:
-        case SignalGuided() as policy:
-            candidates(model, policy, stage=0, seed=0)
+        case Triggered(changes=changes):
+            _rehearse_steps(model, changes, stage=0)
         case FixedSteps(steps=steps):
-            generator = torch.Generator()
             for stage, changes in steps:
-                for change in changes:
-                    if isinstance(change, AddBlock):
-                        block = new_block(model, change, stage=stage, seed=0)
-                        insert_block(model, site=change.site, block=block, generator=generator)
-                    elif isinstance(change, AddUnits):
-                        branch = new_branch(model, change, stage=stage, seed=0)
-                        widen(model, site=change.block, units=branch, generator=generator)
-                    elif isinstance(change, AddChannels):
-                        add_channels(model, change, stage=stage, seed=0)
+                _rehearse_steps(model, changes, stage=stage)
+        case _:
+            pass
+    sight = sight_of(schedule.policy)
+    if sight is not None:
+        candidates(model, sight, stage=0, seed=0)
+
+
+def _rehearse_steps(model: Family, changes: tuple[Change, ...], *, stage: int) -> None:
+    for change in changes:
+        for part in expand(model, change):
+            _rehearse_step(model, part, stage)
+
+
+def _rehearse_step(model: Family, change: Change, stage: int) -> None:
+    generator = torch.Generator()
+    match change:
+        case AddBlock():
+            insert_block(
+                model, site=change.site, block=new_block(model, change, stage=stage, seed=0), generator=generator
+            )
+        case AddUnits() | AddHeads():
+            branch = new_branch(model, change, stage=stage, seed=0)
+            widen(model, site=change.block, units=branch, generator=generator)
+        case AddChannels():
+            add_channels(model, change, stage=stage, seed=0)
+        case _:
+            pass
 
 
 def fresh_loop(job: JobSpec, trial: PlannedTrial, *, data: dict[str, Any], folder: Path) -> StageLoop:
@@ -167,16 +188,15 @@ def check_budgets(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any]
     known: dict[tuple[object, ...], int] = {}
     for trial in trials:
         # What the first stage costs depends on the initial network and on who looks at what, not on the steps.
-        policy = trial.schedule.policy
-        key = (trial.schedule.initial, policy if isinstance(policy, SignalGuided) else None)
+        key = (trial.schedule.initial, sight_of(trial.schedule.policy))
         if key not in known:
             loop = fresh_loop(job, trial, data=data, folder=folder)
             known[key] = loop.planned_batches()
         found[trial.name] = known[key]
         if found[trial.name] < 1:
             raise UserError(
-                f"schedule {trial.name}: budget.trial {format_flops(job.budget.trial)} over {job.search.stages} stages "
-                "does not pay for one batch beside the evaluations and the probe of a stage: raise budget.trial, lower "
-                "search.stages or probe.samples"
+                f"schedule {trial.name}: budget.trial {format_flops(job.budget.trial)} over {job.search.num_stages} "
+                "stages does not pay for one batch beside the evaluations and the probe of a stage: raise "
+                "budget.trial, lower search.stages or probe.samples"
             )
     return found

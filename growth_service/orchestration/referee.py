@@ -7,7 +7,8 @@ the same verdicts however fast its trials run. Knows no Ray.
 
 from typing import NamedTuple
 
-from growth_service.core.decisions import Decision, Standing, TrainOn, judge
+from growth_service.core.decisions import Decision, TrainOn
+from growth_service.core.judging import Standing, judge
 from growth_service.core.records import StageRecord
 
 

@@ -117,17 +117,7 @@ class SiteReport:
 
     def reading(self) -> CandidateReading:
         """The part that a decision needs."""
-        return CandidateReading(
-            kind=self.kind,
-            path=self.site,
-            verdict=self.verdict,
-            gain_lower=self.gain_lcl,
-            gain_upper=self.predicted_gain_ucl,
-            transfer_gain=self.transfer_gain,
-            transfer_upper=self.transfer_ucl,
-            realisable=self.eta,
-            added_flops=self.added_flops,
-        )
+        return CandidateReading.from_certificate(self.to_dict())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

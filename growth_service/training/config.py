@@ -28,6 +28,8 @@ class TrialConfig:
     """Where the trial keeps its checkpoints."""
     data: str
     """Folder of the prepared data set."""
+    cache: dict[str, Any] | None = None
+    """``{"folder": ..., "limit_bytes": ...}`` of the stage cache; None: run every stage."""
     version: int = VERSION
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn, optim
 
-from growth_service.blocks import Block, set_projection
+from growth_service.blocks import Block, copy_of, set_projection
+from growth_service.blocks.composed import dense_state
+from growth_service.core.policies import Sight
 from growth_service.core.receipts import Receipt
-from growth_service.core.schedule import AddBlock, AddChannels, AddData, AddUnits, Change, SignalGuided
+from growth_service.core.steps import AddBlock, AddChannels, AddData, AddHeads, AddUnits, Change, Deepen, Widen
 from growth_service.core.streams import stream_seed
 from growth_service.errors import SiteError
 from growth_service.growth import insert_block, new_units, record_jumpboard, widen, widen_stream
+from growth_service.growth.widen import new_heads
 from growth_service.models import default_block, resolve, sites
 from growth_service.models.flops import FlopCounter
 from growth_service.models.sites import blocks_of, reader
@@ -23,20 +26,21 @@ from growth_service.probing.jumpboard import clipped_direction
 from growth_service.training.batches import chunks_of
 from growth_service.training.data import Split
 from growth_service.training.evaluate import CHUNK, loss_sum
+from growth_service.training.expansion import block_at, expand
 from growth_service.training.ranks import Ranks
 
 
-def candidates(model: nn.Module, policy: SignalGuided, *, stage: int, seed: int) -> list[Candidate]:
-    """New blocks at every site and new units in every block, as far as the policy may grow them."""
+def candidates(model: nn.Module, sight: Sight, *, stage: int, seed: int) -> list[Candidate]:
+    """New blocks at every site and new units in every block, as far as they are to be measured."""
     found = []
-    if "depth" in policy.axes or "width" not in policy.axes:  # a policy that grows data alone looks at depth
+    if "depth" in sight.axes or "width" not in sight.axes:  # a trial that grows data alone looks at depth
         for site in sites(model):
-            block = new_block(model, AddBlock(site=site.path, inner=policy.inner), stage=stage, seed=seed)
-            own = reader(model, site) if policy.inner == "copy" else None
+            block = new_block(model, AddBlock(site=site.path, inner=sight.inner), stage=stage, seed=seed)
+            own = reader(model, site) if sight.inner == "copy" else None
             found.append(Candidate(path=site.path, block=block, shared=own))
-    if "width" in policy.axes:
+    if "width" in sight.axes:
         for path in blocks_of(model):
-            branch = new_branch(model, AddUnits(block=path, units=policy.units), stage=stage, seed=seed)
+            branch = new_branch(model, AddUnits(block=path, units=sight.units), stage=stage, seed=seed)
             found.append(Candidate(path=path, block=branch, kind="width", beside=_projections_of(model, path)))
     return found
 
@@ -58,17 +62,29 @@ def new_block(model: nn.Module, change: AddBlock, *, stage: int, seed: int) -> B
         known = ", ".join(s.path for s in sites(model))
         raise SiteError(f"{change.site!r} is no site of this network: use one of {known}")
     generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", stage, "depth", change.site))
-    return default_block(model, site, generator=generator, copy=change.inner == "copy")[0]
+    if change.like is None or change.inner == "random":
+        return default_block(model, site, generator=generator, copy=change.inner == "copy")[0]
+    source = block_at(model, change.like)
+    block = copy_of(source, generator=generator)
+    if not change.exact:
+        block.load_state_dict(block.state_dict() | dense_state(source))
+    return block
 
 
-def new_branch(model: nn.Module, change: AddUnits, *, stage: int, seed: int) -> Block:
-    """The new hidden units of a width step."""
-    host = resolve(model, change.block)
-    if not isinstance(host, Block):
-        known = ", ".join(blocks_of(model))
-        raise SiteError(f"{change.block!r} is no block of this network: use one of {known}")
+def new_branch(model: nn.Module, change: AddUnits | AddHeads, *, stage: int, seed: int) -> Block:
+    """The new hidden units or heads of a width step."""
+    host = block_at(model, change.block)
+    if isinstance(change, AddHeads):
+        generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", stage, "heads", change.block))
+        return new_heads(host, heads=change.heads, generator=generator)
     generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", stage, "width", change.block))
     return new_units(host, units=change.units, generator=generator)
+
+
+def wider_parts(model: nn.Module, path: str) -> list[Block]:
+    """Units and heads that the block at a path was widened by, in order."""
+    found = getattr(block_at(model, path), "widened", None)
+    return list(found.values()) if isinstance(found, nn.ModuleDict) else []  # type: ignore[arg-type]
 
 
 def add_channels(
@@ -101,7 +117,7 @@ class StepTaken:
     data_share: float | None = None
     """New share of the training data; None: as before."""
     moved: bool = False
-    """True where a jumpboard step changed the outputs."""
+    """True where a jumpboard step or an inexact copy changed the outputs."""
     flops: int = 0
 
 
@@ -140,35 +156,40 @@ def take_step(
     folds = _folds(train, min(subset, fold_limit))
     for change in changes:
         words = str(change)
-        match change:
-            case AddBlock():
-                block = new_block(model, change, stage=decided_after, seed=seed)
-                leap = _line_search(model, change, block, folds, ridge=ridge, ranks=ranks) if change.jumpboard else None
-                words += _add_block(model, change, block, leap, taken, check, optimizer=optimizer)
-            case AddUnits():
-                branch = new_branch(model, change, stage=decided_after, seed=seed)
-                with FlopCounter() as counter:  # the outputs on the check batch cost something too
-                    receipt = widen(
-                        model,
-                        site=change.block,
-                        units=branch,
-                        generator=torch.Generator(),
-                        optimizer=optimizer,
-                        check_batch=check,
-                    )
-                taken.receipts.append(receipt)
-                taken.flops += counter.flops
-            case AddChannels():
-                with FlopCounter() as counter:
-                    receipt = add_channels(
-                        model, change, stage=decided_after, seed=seed, optimizer=optimizer, check=check
-                    )
-                taken.receipts.append(receipt)
-                taken.flops += counter.flops
-            case AddData(share=share):
-                taken.data_share = share
+        for part in expand(model, change):
+            match part:
+                case AddBlock():
+                    block = new_block(model, part, stage=decided_after, seed=seed)
+                    leap = _line_search(model, part, block, folds, ridge=ridge, ranks=ranks) if part.jumpboard else None
+                    words += _add_block(model, part, block, leap, taken, check, optimizer=optimizer)
+                case AddUnits() | AddHeads():
+                    branch = new_branch(model, part, stage=decided_after, seed=seed)
+                    _add_branch(model, part.block, branch, taken, check, optimizer=optimizer)
+                case AddChannels():
+                    with FlopCounter() as counter:  # the outputs on the check batch cost something too
+                        receipt = add_channels(
+                            model, part, stage=decided_after, seed=seed, optimizer=optimizer, check=check
+                        )
+                    taken.receipts.append(receipt)
+                    taken.flops += counter.flops
+                case AddData(share=share):
+                    taken.data_share = share
+                case Deepen() | Widen():
+                    raise AssertionError(f"{part} was not spelled out")
         taken.words.append(words)
     return taken
+
+
+def _add_branch(
+    model: nn.Module, path: str, branch: Block, taken: StepTaken, check: Tensor, *, optimizer: optim.Optimizer
+) -> None:
+    """Give the block at a path new units or heads."""
+    with FlopCounter() as counter:
+        receipt = widen(
+            model, site=path, units=branch, generator=torch.Generator(), optimizer=optimizer, check_batch=check
+        )
+    taken.receipts.append(receipt)
+    taken.flops += counter.flops
 
 
 def _line_search(
@@ -211,9 +232,16 @@ def _add_block(
     """Insert the block exactly; then, if a line search found a step, move it there. Returns words for the step."""
     with FlopCounter() as counter:
         receipt = insert_block(
-            model, site=change.site, block=block, generator=torch.Generator(), optimizer=optimizer, check_batch=check
+            model,
+            site=change.site,
+            block=block,
+            generator=torch.Generator(),
+            optimizer=optimizer,
+            check_batch=check,
+            preserve=change.exact,
         )
         taken.receipts.append(receipt)
+        taken.moved = taken.moved or not change.exact
         if leap is not None and leap.relative_step > 0:
             before = _outputs(model, check)
             set_projection(block.project, torch.from_numpy(leap.matrix_DK))
@@ -221,6 +249,9 @@ def _add_block(
             taken.receipts.append(record_jumpboard(model, path=receipt.path, output_change=change_seen))
             taken.moved = True
     taken.flops += counter.flops + (leap.flops if leap is not None else 0)
+    for wider in wider_parts(model, change.like) if change.like is not None else ():
+        generator = torch.Generator().manual_seed(0)  # all weights are copied
+        _add_branch(model, receipt.path, copy_of(wider, generator=generator), taken, check, optimizer=optimizer)
     return f" (jumpboard {leap.relative_step:g})" if leap is not None and leap.relative_step > 0 else ""
 
 

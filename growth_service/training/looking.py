@@ -1,8 +1,10 @@
 """When and at what a trial looks: the probe after a stage, and what it will cost."""
 
+from dataclasses import asdict
 from typing import Any
 
-from growth_service.core.schedule import GrowthSchedule, SignalGuided
+from growth_service.core.policies import Sight, sight_of
+from growth_service.core.schedule import GrowthSchedule
 from growth_service.probing import SaturationReport, probe
 from growth_service.probing.probe import Estimate, estimate_flops
 from growth_service.training.batches import chunks_of
@@ -13,19 +15,25 @@ from growth_service.training.state import TrialState
 
 def look(state: TrialState, schedule: GrowthSchedule) -> SaturationReport | None:
     """Probe the network after its present stage; None where the policy does not look."""
-    inputs, policy = _inputs(state, schedule), schedule.policy
-    if inputs is None or not isinstance(policy, SignalGuided):
+    inputs, sight = _inputs(state, schedule), _sight(state, schedule)
+    if inputs is None or sight is None:
         return None
     return probe(
         state.model,
         loss=loss_sum,
         reduction="sum",
-        tolerance=policy.tolerance_nats,
+        tolerance=sight.tolerance_nats,
         ridge=state.config.probe["ridge"],
         seed=state.config.seed,
         mapper=state.ranks.map,
         **inputs,
     )
+
+
+def look_settings(state: TrialState, schedule: GrowthSchedule) -> dict[str, Any] | None:
+    """What the policy says about the look after the present stage, as plain JSON; None where there is none."""
+    sight = _sight(state, schedule)
+    return None if sight is None else asdict(sight) | {"axes": list(sight.axes)}
 
 
 def look_estimate(state: TrialState, schedule: GrowthSchedule) -> Estimate:
@@ -38,10 +46,10 @@ def look_estimate(state: TrialState, schedule: GrowthSchedule) -> Estimate:
 
 def _inputs(state: TrialState, schedule: GrowthSchedule) -> dict[str, Any] | None:
     """Candidates and samples of the look after the present stage; none after the last stage."""
-    policy, stage = schedule.policy, state.stage
-    if not isinstance(policy, SignalGuided) or stage + 1 >= schedule.num_stages:
+    sight, stage = _sight(state, schedule), state.stage
+    if sight is None:
         return None
-    found = candidates(state.model, policy, stage=stage, seed=state.config.seed)
+    found = candidates(state.model, sight, stage=stage, seed=state.config.seed)
     if not found:
         return None
     limits, splits = state.config.probe, state.splits
@@ -49,5 +57,10 @@ def _inputs(state: TrialState, schedule: GrowthSchedule) -> dict[str, Any] | Non
         "candidates": found,
         "batches": chunks_of(splits.probe, size=CHUNK, limit=limits["samples"]),
         "train_batches": chunks_of(splits.train, size=CHUNK, limit=min(state.subset, limits["train_samples"])),
-        "level": policy.level,
+        "level": sight.level,
     }
+
+
+def _sight(state: TrialState, schedule: GrowthSchedule) -> Sight | None:
+    """What is measured after the present stage: nothing after the last one."""
+    return sight_of(schedule.policy) if state.stage + 1 < schedule.num_stages else None

@@ -1,14 +1,17 @@
 """Optimiser and learning rate of a trial."""
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn, optim
 
+from growth_service.core.rates import Window, rate_share
 from growth_service.errors import UserError
 from growth_service.growth.transplant import parameter_groups
+
+DECAY_SHARE = 0.2
+"""Share of the budget over which ``wsd`` decays, where a job says nothing else."""
 
 
 def make_optimizer(model: nn.Module, settings: dict[str, Any]) -> optim.Optimizer:
@@ -31,24 +34,6 @@ def make_optimizer(model: nn.Module, settings: dict[str, Any]) -> optim.Optimize
             raise UserError(f"unknown optimizer {other!r}: use sgd or adamw")
 
 
-def learning_rate(progress: float, *, peak: float, warmup_share: float, floor_share: float) -> float:
-    """Learning rate within one stage: linear warm-up, then half a cosine down to the floor.
-
-    Each stage warms up again, grown or not, so that a comparison of schedules is no comparison of
-    restarts. Source: Loshchilov and Hutter 2017, "SGDR" (arXiv:1608.03983), with warm-up.
-
-    Args:
-        progress: Share of the stage's steps done, in [0, 1].
-        peak: Highest rate.
-        warmup_share: Share of the stage for the warm-up, in [0, 1).
-        floor_share: Last rate as a share of the peak.
-    """
-    if progress < warmup_share:
-        return peak * (floor_share + (1 - floor_share) * progress / warmup_share)
-    down = (progress - warmup_share) / (1 - warmup_share)
-    return peak * (floor_share + (1 - floor_share) * 0.5 * (1 + math.cos(math.pi * min(down, 1.0))))
-
-
 class Rates(NamedTuple):
     """Learning rates of one step."""
 
@@ -57,35 +42,40 @@ class Rates(NamedTuple):
     """Of parameters that are new in this stage."""
 
 
-def stage_rates(progress: float, settings: dict[str, Any], *, first: bool, scale: float = 1.0) -> Rates:
-    """Rates within a stage, by the job's policy of warming up again.
+def stage_rates(progress: float, settings: dict[str, Any], *, first: bool, window: Window, scale: float = 1.0) -> Rates:
+    """Rates within a stage, by the job's shape of the rate and its policy of warming up again.
 
     ``whole``: everything warms up at the start of each stage, grown or not, so that comparing schedules is no
     comparing of restarts. ``new``: only what is new in the stage does. ``none``: nothing after the first stage.
 
     Args:
         progress: Share of the stage's steps done, in [0, 1].
-        settings: ``learning_rate``, ``warmup_share``, ``floor_share``, ``rewarm`` of the job.
+        settings: ``learning_rate``, ``rates``, ``warmup_share``, ``floor_share``, ``decay_share``, ``rewarm`` of the
+            job.
         first: Whether it is the first stage, which always warms up.
+        window: Part of the trial's budget that the stage covers.
         scale: Of the peak.
     """
 
-    def rate(warmup_share: float) -> float:
-        return learning_rate(
+    def rate(warm: bool) -> float:
+        share = rate_share(
             progress,
-            peak=settings["learning_rate"] * scale,
-            warmup_share=warmup_share,
+            shape=settings.get("rates", "restarts"),
+            window=window,
+            warmup_share=settings["warmup_share"],
             floor_share=settings["floor_share"],
+            decay_share=settings.get("decay_share", DECAY_SHARE),
+            warm=warm,
         )
+        return float(settings["learning_rate"] * scale * share)
 
-    warm, steady = rate(settings["warmup_share"]), rate(0.0)
     match settings.get("rewarm", "whole"):
         case "none":
-            return Rates(old=warm, fresh=warm) if first else Rates(old=steady, fresh=steady)
+            return Rates(old=rate(first), fresh=rate(first))
         case "new":
-            return Rates(old=warm if first else steady, fresh=warm)
+            return Rates(old=rate(first), fresh=rate(True))
         case _:
-            return Rates(old=warm, fresh=warm)
+            return Rates(old=rate(True), fresh=rate(True))
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from growth_service.core.decisions import Grow, Reading, Stop, TrainOn, decide
-from growth_service.core.schedule import FixedSteps, GrowthSchedule, SignalGuided
+from growth_service.core.decisions import Grow, Reading, Stop, TrainOn
+from growth_service.core.policies import SignalGuided, sight_of
+from growth_service.core.rules import decide
+from growth_service.core.schedule import GrowthSchedule
 from growth_service.errors import CheckpointError
 from growth_service.probing import probe
 from growth_service.training.batches import chunks_of
@@ -41,6 +43,8 @@ def probe_checkpoint(
     found = load_checkpoint(folder)
     splits = open_splits(_data_folder(folder, config))
     policy = _policy(config.growth_schedule(), tolerance=tolerance, level=level)
+    sight = sight_of(policy)
+    assert sight is not None
     share = found.streams["data_share"]
     subset = min(subset_size(len(splits.train.targets), share), config.probe["train_samples"])
     report = probe(
@@ -49,7 +53,7 @@ def probe_checkpoint(
         train_batches=chunks_of(splits.train, size=CHUNK, limit=subset),
         loss=loss_sum,
         reduction="sum",
-        candidates=candidates(found.model, policy, stage=len(found.history), seed=seed),
+        candidates=candidates(found.model, sight, stage=len(found.history), seed=seed),
         level=level,
         tolerance=policy.tolerance_nats,
         ridge=config.probe["ridge"],
@@ -88,7 +92,7 @@ def _policy(schedule: GrowthSchedule, *, tolerance: float | None, level: float) 
     match schedule.policy:
         case SignalGuided() as own:
             rule = replace(own, axes=("depth", "width", "data"))
-        case FixedSteps():
+        case _:
             rule = SignalGuided()
     return replace(rule, level=level, tolerance_nats=tolerance if tolerance is not None else rule.tolerance_nats)
 

@@ -10,41 +10,53 @@ import logging
 import math
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from growth_service.core.decisions import (
+    CandidateReading,
     Decision,
     Grow,
+    Past,
     Reading,
     Stop,
     StopCause,
-    decide,
     decision_to_dict,
     tolerance_nats,
 )
 from growth_service.core.ledger import Ledger
+from growth_service.core.rates import Window, decaying_window
 from growth_service.core.records import FinalRecord, StageRecord
-from growth_service.errors import NotFiniteError, UserError
-from growth_service.models.sites import size_of
+from growth_service.core.rules import decide
+from growth_service.core.steps import change_to_dict
+from growth_service.errors import CheckpointError, NotFiniteError, UserError
+from growth_service.models.sites import sites, size_of
 from growth_service.probing import SaturationReport
+from growth_service.training import checkpoint as store
 from growth_service.training.augment import augmented
 from growth_service.training.batches import DataPosition, next_indices, shards_of
 from growth_service.training.config import TrialConfig
 from growth_service.training.evaluate import Evaluation, evaluate, loss_sum
 from growth_service.training.gradients import ShardedGradients
 from growth_service.training.growing import StepTaken, take_step
-from growth_service.training.looking import look, look_estimate
-from growth_service.training.optimizer import fresh_parameters, set_learning_rate, stage_rates
+from growth_service.training.looking import look, look_estimate, look_settings
+from growth_service.training.optimizer import DECAY_SHARE, fresh_parameters, set_learning_rate, stage_rates
 from growth_service.training.ranks import Ranks, check_world, weights_digest
+from growth_service.training.stage_cache import Claim, StageCache, stage_key
 from growth_service.training.state import TrialState
 
 logger = logging.getLogger(__name__)
 Record = StageRecord | FinalRecord
 HEARTBEAT_S = 2.0
+EVALUATE_SAMPLES = 4096
+"""Most training samples of an evaluation, where a job says nothing else."""
+STEADY_SLACK = 1.1
+"""A stage that ends at its full rate is undone where its training loss rose by more than this factor: such losses
+jitter, and only one that was trained to its end can be held to where it began."""
 
 
 class _StageEndError(Exception):
@@ -128,15 +140,39 @@ class StageLoop:
         self._stage = _Stage(number=self.state.stage, started=0.0, taken=StepTaken())
 
     def run_stage(self) -> StageRecord:
-        """Step, train, fall back, evaluate, probe, decide, save."""
+        """Run the coming stage, or take it from the trial that ran it before."""
         state = self.state
         state.beat(0)
+        key = self.stage_key()
+        claim = self._claim(key)
+        try:
+            found = self.ranks.broadcast(str(claim.found) if claim is not None and claim.found else None)
+            record = self._reuse(Path(found)) if found is not None else None
+            if record is None:
+                record = self._run_stage()
+                state.key = key
+                state.history.append(record)
+                state.save(f"{record.stage:03d}")
+                if claim is not None and self._is_shareable(record):
+                    claim.publish(*state.folders_of(record.stage))
+            else:
+                state.key = key
+                state.history.append(record)
+                state.save(f"{record.stage:03d}")
+        finally:
+            if claim is not None:
+                claim.release()
+        return record
+
+    def _run_stage(self) -> StageRecord:
+        """Step, train, fall back, evaluate, probe, decide."""
+        state = self.state
         self._stage = stage = _Stage(number=state.stage, started=time.perf_counter(), taken=StepTaken())
         self._begin(stage)
         before = state.snapshot() if stage.floor is not None else {}
         self._train(stage)
         on_train = self._evaluate(stage, "train")
-        if stage.floor is not None and not on_train.loss <= stage.floor:
+        if stage.floor is not None and not on_train.loss <= stage.floor * self._slack():
             stage.fallback = True
             state.fall_back(before)
             on_train = on_train._replace(loss=stage.floor)
@@ -147,11 +183,100 @@ class StageLoop:
         state.spend(stage.spent)
         digest = weights_digest(state.model)
         self.ranks.agree(digest, what=f"after stage {stage.number}")
-        state.decision = self.ranks.broadcast(self._decide(stage, report))
-        record = self._record(stage, on_train, on_val, report, digest=digest)
-        state.history.append(record)
-        state.save(f"{stage.number:03d}")
-        return record
+        return self._decided(self._record(stage, on_train, on_val, report, digest=digest))
+
+    # -- stages that other trials have run -------------------------------------------------------
+
+    def stage_key(self) -> str:
+        """Address of the coming stage: everything that determines its result, as a digest.
+
+        What the policy does with the result is not part of it, nor is the budget, unless the rates of the stage depend
+        on it.
+        """
+        state, config, window = self.state, self.config, self.window()
+        settings, total = config.training, config.budget_flops
+        decaying = decaying_window(
+            settings.get("rates", "restarts"), window, decay_share=settings.get("decay_share", DECAY_SHARE)
+        )
+        last = window.end >= 1
+        return stage_key(
+            base=config.base,
+            data=state.splits.digest,
+            seed=config.seed,
+            training=settings,
+            probe=config.probe,
+            data_share=self.schedule.initial.data_share,
+            before=state.key,
+            stage=state.stage,
+            changes=[change_to_dict(c) for c in state.decision.changes] if isinstance(state.decision, Grow) else [],
+            until=round(window.end * total),
+            decaying=[*decaying, total] if decaying or last else [],
+            look=look_settings(state, self.schedule),
+        )
+
+    def _claim(self, key: str) -> Claim | None:
+        """The right to run the coming stage, on rank 0 of a trial with a cache."""
+        cache = self.config.cache
+        if cache is None or not self.ranks.is_first:
+            return None
+        return StageCache(Path(cache["folder"]), limit_bytes=cache["limit_bytes"]).claim(key)
+
+    def _is_shareable(self, record: StageRecord) -> bool:
+        """Whether the stage would be the same in a trial of another budget: what had to stay free did not bind it."""
+        state = self.state
+        at_the_end = state.cost.forward * len(state.splits.test.targets)
+        needed = max(record.flops_total, round(self._end_of(record.stage) * self.config.budget_flops)) + at_the_end
+        last = record.stage + 1 == self.schedule.num_stages  # only trials of the same budget find it
+        return not self._stage.blind and (last or self.config.budget_flops >= needed)
+
+    def _reuse(self, folder: Path) -> StageRecord | None:
+        """Take over the result of a stage; None where it is damaged, or where this trial would have run another."""
+        state, number = self.state, self.state.stage
+        try:
+            found = store.load_checkpoint(folder / f"{number:03d}")
+        except CheckpointError as error:
+            logger.warning("Running stage %d of trial %s again, since %s", number, self.config.trial, error)
+            return None
+        theirs = StageRecord.from_dict(found.history[-1])
+        at_the_end = found.streams["cost_forward"] * len(state.splits.test.targets)
+        until = round(self._end_of(number) * self.config.budget_flops)
+        if number + 1 < self.schedule.num_stages and self.config.budget_flops < at_the_end + max(
+            theirs.flops_total, until
+        ):
+            return None
+        started = time.perf_counter()
+        state.adopt(found)
+        state.spend(theirs.flops_total - state.budget.spent_flops)
+        if self.ranks.is_first and (folder / f"{number:03d}-jumpboard").is_dir():
+            state.copy_folder(folder / f"{number:03d}-jumpboard")
+        self.gradients = ShardedGradients(state.model, ranks=self.ranks, num_shards=self.config.training["shards"])
+        self._stage = _Stage(number=number, started=started, taken=StepTaken())
+        self.ranks.agree(weights_digest(state.model), what=f"after taking over stage {number}")
+        seconds = time.perf_counter() - started
+        return self._decided(
+            replace(
+                theirs,
+                trial=self.config.trial,
+                budget=state.budget.to_dict(),
+                stage_s=seconds,
+                overhead_s=seconds,
+                grow_s=0.0,
+                flops_wasted=state.flops_wasted,
+                attempt=state.attempt,
+                reused=True,
+            )
+        )
+
+    def _end_of(self, stage: int) -> float:
+        return self.schedule.stage_ends()[stage]
+
+    # -- one stage -------------------------------------------------------------------------------
+
+    def _slack(self) -> float:
+        """Factor by which a stage's training loss may rise."""
+        settings = self.config.training
+        annealed = settings.get("rates", "restarts") == "restarts" or self.window().end >= 1
+        return 1.0 if annealed else STEADY_SLACK
 
     def _begin(self, stage: _Stage) -> None:
         """Execute the last decision and measure where the stage starts from."""
@@ -227,7 +352,7 @@ class StageLoop:
         return max(0, state.budget.free_flops - at_the_end)
 
     def planned_batches(self, *, already: int = 0, look_flops: int | None = None) -> int:
-        """Global batches of the coming stage: what its equal share of the rest of the budget pays for.
+        """Global batches of the coming stage: what is left of the budget's share up to its end pays for.
 
         One at least, as long as the rest of the budget pays for it.
 
@@ -237,17 +362,24 @@ class StageLoop:
         """
         state = self.state
         look_flops = look_estimate(state, self.schedule).flops if look_flops is None else look_flops
-        evaluations: int = state.cost.forward * (state.subset + len(state.splits.val.targets))
+        evaluations: int = state.cost.forward * (self._evaluated("train") + self._evaluated("val"))
         room, others = self._room(), already + evaluations + look_flops
-        share = room // (self.schedule.num_stages - state.stage)
+        until = round(self.window().end * state.budget.total_flops)
+        share = min(room, until - state.budget.spent_flops)
         per_batch: int = self.config.training["batch_size"] * state.cost.train
         at_least = 1 if room - others >= per_batch else 0
         return max(at_least, (share - others) // per_batch)
+
+    def window(self) -> Window:
+        """The part of the budget that the coming stage covers."""
+        ends = (0.0, *self.schedule.stage_ends())
+        return Window(start=ends[self.state.stage], end=ends[self.state.stage + 1])
 
     def _train(self, stage: _Stage) -> None:
         """Train for as many global batches as the stage pays for."""
         state, settings = self.state, self.config.training
         num_batches = self.planned_batches(already=stage.spent, look_flops=stage.look_flops)
+        window = self.window()
         self._check_trainable(stage, num_batches)
         started = last_beat = time.perf_counter()
         per_batch: int = settings["batch_size"] * state.cost.train
@@ -255,7 +387,7 @@ class StageLoop:
         with fresh_parameters(state.optimizer, self._new_parameters(stage)):
             for step in range(num_batches):
                 first = stage.number == 0
-                rates = stage_rates(step / num_batches, settings, first=first, scale=state.rate_scale)
+                rates = stage_rates(step / num_batches, settings, first=first, window=window, scale=state.rate_scale)
                 set_learning_rate(state.optimizer, rates)
                 indices, state.position = next_indices(
                     state.position, subset=state.subset, batch_size=settings["batch_size"], seed=self.config.seed
@@ -269,6 +401,7 @@ class StageLoop:
                     reason = f"a gradient was not finite in step {step} of stage {stage.number}"
                     raise _StageEndError("diverged", reason)
                 state.optimizer.step()
+                state.targets_seen += settings["batch_size"] * state.targets_per_sample
                 if time.perf_counter() - last_beat > HEARTBEAT_S:
                     last_beat = time.perf_counter()
                     state.beat(stage.spent)
@@ -299,10 +432,16 @@ class StageLoop:
     def _evaluate(self, stage: _Stage, part: str) -> Evaluation:
         """Evaluate on the training subset in force or on another whole split, and pay for it."""
         state = self.state
-        split = getattr(state.splits, part)
-        limit = state.subset if part == "train" else len(split.targets)
+        limit = self._evaluated(part)
         self._pay(stage, state.cost.forward * limit)
-        return evaluate(state.model, split, ranks=self.ranks, limit=limit)
+        return evaluate(state.model, getattr(state.splits, part), ranks=self.ranks, limit=limit)
+
+    def _evaluated(self, part: str) -> int:
+        """Samples of a split on which a loss is measured: the first of the training subset, all of another."""
+        if part == "train":
+            limit: int = self.config.training.get("evaluate_samples", EVALUATE_SAMPLES)
+            return min(self.state.subset, limit)
+        return len(getattr(self.state.splits, part).targets)
 
     def _look(self, stage: _Stage) -> SaturationReport | None:
         """Probe, where the policy looks and the budget pays for it."""
@@ -321,23 +460,34 @@ class StageLoop:
 
     # -- deciding and recording ------------------------------------------------------------------
 
-    def _decide(self, stage: _Stage, report: SaturationReport | None) -> Decision:
+    def _decided(self, record: StageRecord) -> StageRecord:
+        """The record with what comes next, which rank 0 decides."""
         state = self.state
         reading = Reading(
-            stage=stage.number,
+            stage=record.stage,
             num_stages=self.schedule.num_stages,
             spent_flops=state.budget.spent_flops,
             budget_flops=state.budget.total_flops,
             data_share=state.data_share,
-            tolerance_nats=report.tolerance_nats if report else tolerance_nats(None, loss_nats=0.0),
-            candidates=tuple(s.reading() for s in report.sites) if report else (),
+            tolerance_nats=record.tolerance_nats or tolerance_nats(None, loss_nats=0.0),
+            candidates=tuple(map(CandidateReading.from_certificate, record.certificates)),
+            past=tuple(map(_past, (*state.history, record))),
+            loss_train=record.loss_train,
+            loss_val=record.loss_val,
+            params=record.params,
+            targets_seen=record.targets_seen,
+            targets_available=state.splits.train.targets.numel(),
+            flops_per_sample=record.flops_per_sample,
+            sites=tuple(s.path for s in sites(state.model)),
+            seed=self.config.seed,
         )
         decision = decide(reading, self.schedule.policy)
-        if stage.blind:
+        if self._stage.blind:
             reason = f"the {self._room():.3g} FLOPs that are left do not pay for a look"
             decision = Stop(cause="budget", reason=reason)
-        logger.info("Trial %s after stage %d: deciding %s", self.config.trial, stage.number, decision)
-        return decision
+        state.decision = self.ranks.broadcast(decision)
+        logger.info("Trial %s after stage %d: deciding %s", self.config.trial, record.stage, state.decision)
+        return replace(record, decision=decision_to_dict(state.decision))
 
     def _record(
         self, stage: _Stage, on_train: Evaluation, on_val: Evaluation, report: SaturationReport | None, *, digest: str
@@ -366,8 +516,10 @@ class StageLoop:
             accuracy_val=on_val.accuracy,
             flops_total=state.budget.spent_flops,
             flops_probe=state.flops_probe,
+            targets_seen=state.targets_seen,
+            flops_per_sample=state.cost.train,
             budget=state.budget.to_dict(),
-            decision=decision_to_dict(state.decision),
+            decision={},
             receipts=[r.to_dict() for r in taken.receipts],
             step=taken.words,
             fallback=stage.fallback,
@@ -416,6 +568,14 @@ class StageLoop:
         )
         state.write_final(final)
         return final
+
+
+def _past(record: StageRecord) -> Past:
+    return Past(
+        loss_val=record.loss_val,
+        grew=record.decision.get("kind") == "grow",
+        ag_max=max((float(c["ag_max"]) for c in record.certificates), default=None),
+    )
 
 
 def _ledger(stage: _Stage, on_train: Evaluation, on_val: Evaluation) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ moment stands again where its newest complete checkpoint says.
 """
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,19 +52,33 @@ class TrialState:
             self.data_share = self.config.growth_schedule().initial.data_share
             self.budget = Budget(total_flops=self.config.budget_flops)
             self.decision: Decision = TrainOn(reason="the schedule begins")
+            self.key = ""
             self.flops_probe, self.flops_wasted, self.attempt, self.rate_scale = 0, 0, 0, 1.0
+            self.targets_seen = 0
         else:
-            streams = found.streams
-            self.model = found.model
             self.history = [StageRecord.from_dict(r) for r in found.history]
-            self.position, self.data_share = DataPosition(**streams["position"]), streams["data_share"]
+            streams = found.streams
             self.budget = Budget(**{k: v for k, v in streams["budget"].items() if k != "free_flops"})
             self.decision = decision_from_dict(self.history[-1].decision)
-            self.flops_probe, self.rate_scale = streams["flops_probe"], streams["rate_scale"]
             self.flops_wasted, self.attempt = streams["flops_wasted"], streams["attempt"]
+            self.key = streams.get("key", "")
+            self._stand_at(found)
+            return
         self.optimizer = make_optimizer(self.model, self.config.training)
-        if found is not None:
-            store.restore_optimizer(self.optimizer, self.model, found.optimizer_state)
+        self.count_cost()
+
+    def adopt(self, found: store.Checkpoint) -> None:
+        """Stand where another trial stood: network, optimiser and position are its own, account and records are not."""
+        self._stand_at(found)
+
+    def _stand_at(self, found: store.Checkpoint) -> None:
+        streams = found.streams
+        self.model = found.model
+        self.position, self.data_share = DataPosition(**streams["position"]), streams["data_share"]
+        self.flops_probe, self.rate_scale = streams["flops_probe"], streams["rate_scale"]
+        self.targets_seen = streams.get("targets_seen", 0)
+        self.optimizer = make_optimizer(self.model, self.config.training)
+        store.restore_optimizer(self.optimizer, self.model, found.optimizer_state)
         self.count_cost()
 
     def count_cost(self) -> None:
@@ -75,6 +90,11 @@ class TrialState:
     def stage(self) -> int:
         """Number of the stage that comes next."""
         return len(self.history)
+
+    @property
+    def targets_per_sample(self) -> int:
+        """Predictions in one sample: 1, or the tokens of a sequence."""
+        return self.splits.train.targets[:1].numel()
 
     @property
     def final(self) -> FinalRecord | None:
@@ -132,11 +152,25 @@ class TrialState:
                         "flops_wasted": self.flops_wasted,
                         "attempt": self.attempt,
                         "rate_scale": self.rate_scale,
+                        "targets_seen": self.targets_seen,
+                        "cost_forward": self.cost.forward,
+                        "key": self.key,
                     },
                     history=[r.to_dict() for r in self.history],
                 ),
             )
         self.ranks.barrier()
+
+    def folders_of(self, stage: int) -> list[Path]:
+        """Checkpoints of a stage: the one at its end, and its jumpboard where there is one."""
+        names = (f"{stage:03d}", f"{stage:03d}-jumpboard")
+        return [p for p in (self.folder / "stages" / name for name in names) if p.is_dir()]
+
+    def copy_folder(self, source: Path) -> None:
+        """Take over a checkpoint that has no records of its own to change."""
+        target = self.folder / "stages" / source.name
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
 
     def write_config(self) -> None:
         """Keep the trial's input beside its checkpoints, for whoever probes them later."""

@@ -32,8 +32,9 @@ from torch_helpers import (
 
 from growth_service.blocks import flatten_projection
 from growth_service.core.decisions import Stop, TrainOn
+from growth_service.core.policies import FixedSteps, sight_of
 from growth_service.core.records import FinalRecord, StageRecord
-from growth_service.core.schedule import AddBlock, AddData, FixedSteps
+from growth_service.core.steps import AddBlock, AddData
 from growth_service.errors import RankDisagreementError, UserError
 from growth_service.models import build
 from growth_service.models.flops import FlopCounter, flops_per_sample
@@ -144,7 +145,7 @@ def test_the_block_that_was_scored_is_the_block_that_is_inserted(undisturbed):
         for receipt in (r for r in record.receipts if r["kind"] == "insert"):
             site = receipt["path"].rpartition(".grown.")[0]
             looked_at = load_checkpoint(stages / f"{record.stage - 1:03d}").model
-            scored = candidates(looked_at, BY_SIGNAL, stage=record.stage - 1, seed=config.seed)
+            scored = candidates(looked_at, sight_of(BY_SIGNAL), stage=record.stage - 1, seed=config.seed)
             block = next(c.block for c in scored if c.path == site)
             inserted = load_checkpoint(stages / f"{record.stage:03d}-jumpboard").model.get_submodule(receipt["path"])
             assert torch.equal(inserted.inner.weight, block.inner.weight)

@@ -16,8 +16,10 @@ from growth_service.core.advice import (
     advise,
     required_probe_samples,
 )
-from growth_service.core.decisions import CandidateReading, Grow, Reading, Stop, TrainOn, decide
-from growth_service.core.schedule import AddBlock, AddData, AddUnits, SignalGuided
+from growth_service.core.decisions import CandidateReading, Grow, Reading, Stop, TrainOn
+from growth_service.core.policies import SignalGuided
+from growth_service.core.rules import decide
+from growth_service.core.steps import AddBlock, AddData, AddUnits
 
 TOL = 0.01
 

@@ -14,16 +14,16 @@ from growth_service.core.decisions import (
     CandidateReading,
     Grow,
     Reading,
-    Standing,
     Stop,
     TrainOn,
-    decide,
     decision_from_dict,
     decision_to_dict,
-    judge,
     tolerance_nats,
 )
-from growth_service.core.schedule import AddBlock, AddData, AddUnits, FixedSteps, SignalGuided
+from growth_service.core.judging import Standing, judge
+from growth_service.core.policies import FixedSteps, SignalGuided
+from growth_service.core.rules import decide
+from growth_service.core.steps import AddBlock, AddData, AddUnits
 
 SIGNAL = SignalGuided()
 

@@ -20,7 +20,7 @@ from torch_helpers import (
 )
 
 from growth_service.blocks import Block, block_from_config
-from growth_service.core.schedule import SignalGuided
+from growth_service.core.policies import Sight
 from growth_service.errors import UserError
 from growth_service.growth import new_units, widen
 from growth_service.probing import Candidate, Looks, probe
@@ -121,9 +121,7 @@ def test_a_width_candidate_that_copies_all_units_of_a_widened_block_is_worth_not
     with torch.no_grad():
         extra = model.get_submodule(f"{path}.widened.0")
         extra.project.weight.copy_(0.1 * normal(*extra.project.weight.shape, seed=3))
-    (candidate,) = (
-        c for c in candidates(model, SignalGuided(axes=("width",), units=3), stage=0, seed=0) if c.path == path
-    )
+    (candidate,) = (c for c in candidates(model, Sight(axes=("width",), units=3), stage=0, seed=0) if c.path == path)
     assert candidate.beside == (f"{path}.project", f"{path}.widened.0.project")
     candidate.block.load_state_dict(
         {k: torch.zeros_like(v) if "project" in k else v for k, v in extra.state_dict().items()}

@@ -6,18 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from growth_service.core.schedule import (
+from growth_service.core.policies import FixedSteps, RandomSite, SignalGuided, Triggered
+from growth_service.core.schedule import GrowthSchedule, InitialSize
+from growth_service.core.steps import (
     AddBlock,
+    AddChannels,
     AddData,
+    AddHeads,
     AddUnits,
-    FixedSteps,
-    GrowthSchedule,
-    InitialSize,
-    SignalGuided,
+    Deepen,
+    Widen,
     axis_of,
     change_from_dict,
     change_to_dict,
 )
+from growth_service.errors import UserError
 
 SHARES = st.floats(0.001, 1.0)
 PATHS = st.text(min_size=1, max_size=20)
@@ -25,6 +28,10 @@ CHANGES = st.one_of(
     st.builds(AddBlock, site=PATHS, inner=st.sampled_from(["random", "copy"]), jumpboard=st.booleans()),
     st.builds(AddUnits, block=PATHS, units=st.integers(1, 512)),
     st.builds(AddData, share=SHARES),
+    st.builds(AddHeads, block=PATHS, heads=st.integers(1, 16)),
+    st.builds(AddChannels, site=PATHS, channels=st.integers(1, 64)),
+    st.builds(Deepen, times=st.integers(2, 4), exact=st.booleans()),
+    st.builds(Widen, times=st.floats(1.1, 4)),
 )
 DUE = st.lists(CHANGES, max_size=3).filter(  # a jumpboard and a data step together are refused
     lambda due: not (any(getattr(c, "jumpboard", False) for c in due) and any(isinstance(c, AddData) for c in due))
@@ -43,6 +50,14 @@ POLICIES = st.one_of(
         units=st.integers(1, 64),
         inner=st.sampled_from(["random", "copy"]),
         jumpboard=st.booleans(),
+    ),
+    st.builds(RandomSite, after=st.lists(st.integers(0, 9), max_size=3).map(tuple)),
+    st.builds(
+        Triggered,
+        trigger=st.sampled_from(["plateau", "ag_plateau", "tokens_per_param"]),
+        threshold=st.floats(0.01, 100),
+        changes=st.lists(CHANGES, min_size=1, max_size=2).map(tuple),
+        most=st.integers(1, 9),
     ),
 )
 SCHEDULES = st.builds(
@@ -106,15 +121,39 @@ def test_reading_a_change_leaves_the_dict_as_it_was(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "axis", "words"),
+    ("change", "kind", "axis", "words"),
     [
-        (AddBlock(site="groups.0.blocks.0"), "depth", "depth@groups.0.blocks.0"),
-        (AddUnits(block="groups.0.blocks.0.branch", units=8), "width", "width@groups.0.blocks.0.branch+8"),
-        (AddData(share=0.5), "data", "data@0.50"),
+        (AddBlock(site="groups.0.blocks.0"), "depth", "depth", "depth@groups.0.blocks.0"),
+        (AddUnits(block="groups.0.blocks.0.branch", units=8), "width", "width", "width@groups.0.blocks.0.branch+8"),
+        (AddHeads(block="groups.0.blocks.0.branch", heads=2), "heads", "width", "heads@groups.0.blocks.0.branch+2"),
+        (AddChannels(site="groups.0.entry", channels=16), "stream", "stream", "stream@groups.0.entry+16"),
+        (AddData(share=0.5), "data", "data", "data@0.50"),
+        (Deepen(), "deepen", "depth", "depth*2"),
+        (Deepen(exact=False, times=3), "deepen", "depth", "stack*3"),
+        (Widen(times=1.5), "widen", "stream", "width*1.5"),
     ],
 )
-def test_a_change_knows_its_axis_and_reads_as_words(change, axis, words):
-    assert (axis_of(change), str(change), change_to_dict(change)["axis"]) == (axis, words, axis)
+def test_a_change_knows_its_axis_and_reads_as_words(change, kind, axis, words):
+    assert (axis_of(change), str(change), change_to_dict(change)["kind"]) == (axis, words, kind)
+
+
+def test_a_change_of_an_earlier_version_is_read():
+    data = {"axis": "width", "block": "groups.0.blocks.0.branch", "units": 8}
+    assert change_from_dict(data) == AddUnits(block="groups.0.blocks.0.branch", units=8)
+
+
+def test_equal_shares_end_at_one_and_given_ones_are_summed():
+    even = GrowthSchedule(name="x", initial=InitialSize(blocks=(1,), hidden=(4,)), policy=FixedSteps(), num_stages=3)
+    assert even.stage_ends() == (pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0)
+    assert even.with_shares((0.5, 0.2, 0.3)).stage_ends() == (0.5, pytest.approx(0.7), 1.0)
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.5, 0.6, -0.1), (0.5, 0.2, 0.2)])
+def test_shares_that_are_no_division_of_the_budget_are_refused(shares):
+    with pytest.raises(UserError, match="3 positive numbers that sum to 1"):
+        GrowthSchedule(
+            name="x", initial=InitialSize(blocks=(1,), hidden=(4,)), policy=FixedSteps(), num_stages=3, shares=shares
+        )
 
 
 def test_a_new_block_is_random_and_not_moved_unless_asked():

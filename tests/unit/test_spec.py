@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 import search_spaces
-from growth_service.core.schedule import AddBlock, AddChannels, AddData, AddUnits, FixedSteps, SignalGuided
+from growth_service.core.policies import FixedSteps, SignalGuided
+from growth_service.core.steps import AddBlock, AddChannels, AddData, AddUnits
 from growth_service.errors import JobFileError, UserError
 from growth_service.models import FAMILIES
 from growth_service.spec import DataSpec, ModelSpec, load_job

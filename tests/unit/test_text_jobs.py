@@ -4,15 +4,9 @@ import pytest
 import torch
 from torch_helpers import run_to_end
 
-from growth_service.core.schedule import (
-    AddBlock,
-    AddChannels,
-    AddUnits,
-    FixedSteps,
-    GrowthSchedule,
-    InitialSize,
-    SignalGuided,
-)
+from growth_service.core.policies import FixedSteps, SignalGuided
+from growth_service.core.schedule import GrowthSchedule, InitialSize
+from growth_service.core.steps import AddBlock, AddChannels, AddUnits
 from growth_service.errors import UserError
 from growth_service.models import build
 from growth_service.orchestration.plan import base_spec

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 
 import numpy as np
 import pytest
@@ -20,7 +19,9 @@ from torch_helpers import (
     trial_config,
 )
 
-from growth_service.core.schedule import AddBlock, AddUnits, SignalGuided
+from growth_service.core.policies import Sight
+from growth_service.core.rates import Window, rate_share
+from growth_service.core.steps import AddBlock, AddUnits
 from growth_service.core.streams import stream_seed
 from growth_service.errors import CheckpointError, RankDisagreementError, SiteError, UserError
 from growth_service.growth import growth_log, insert_block, widen
@@ -42,7 +43,6 @@ from growth_service.training.growing import candidates, new_block, new_branch
 from growth_service.training.optimizer import (
     Rates,
     fresh_parameters,
-    learning_rate,
     make_optimizer,
     set_learning_rate,
     stage_rates,
@@ -158,27 +158,10 @@ def test_augmentation_is_for_images():
     check_augmentable("crop_flip", [3, 8, 8])
 
 
+WHOLE = Window(0.0, 1.0)
+
+
 # --- learning rate --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("progress", "rate"),
-    [
-        (0.0, 0.1),  # the floor
-        (0.1, 0.55),  # half way up: (0.1 + 1) / 2
-        (0.2, 1.0),  # the peak, where the warm-up ends
-        (0.4, 0.1 + 0.9 * (2 + math.sqrt(2)) / 4),  # a quarter down: (1 + cos(pi / 4)) / 2
-        (0.6, 0.55),  # half way down
-        (1.0, 0.1),  # the floor again
-    ],
-)
-def test_the_rate_warms_up_in_a_line_and_comes_down_in_half_a_cosine(progress, rate):
-    found = learning_rate(progress, peak=3.0, warmup_share=0.2, floor_share=0.1)
-    assert found == pytest.approx(3.0 * rate, rel=1e-12)
-
-
-def test_a_rate_without_warm_up_begins_at_its_peak():
-    assert learning_rate(0.0, peak=0.01, warmup_share=0.0, floor_share=0.02) == pytest.approx(0.01, rel=1e-12)
 
 
 def test_the_rate_of_all_groups_is_set():
@@ -202,10 +185,13 @@ def test_what_warms_up_again_is_the_policys_choice(rewarm, first, old, fresh):
     given = {"learning_rate": 0.5, "warmup_share": 0.2, "floor_share": 0.1, "rewarm": rewarm}
     for progress in (0.0, 0.1, 0.7):
         rates = {
-            "warm": learning_rate(progress, peak=1.0, warmup_share=0.2, floor_share=0.1),
-            "steady": learning_rate(progress, peak=1.0, warmup_share=0.0, floor_share=0.1),
-        }
-        assert stage_rates(progress, given, first=first, scale=2.0) == (rates[old], rates[fresh])
+            name: rate_share(
+                progress, shape="restarts", window=WHOLE, warmup_share=0.2, floor_share=0.1, decay_share=0.2,
+                warm=name == "warm",
+            )
+            for name in ("warm", "steady")
+        }  # fmt: skip
+        assert stage_rates(progress, given, first=first, window=WHOLE, scale=2.0) == (rates[old], rates[fresh])
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
@@ -342,14 +328,14 @@ def test_the_digest_of_weights_sees_every_bit_and_every_name():
 
 @pytest.mark.parametrize("axes", [("depth",), ("width",), ("depth", "width", "data")])
 def test_candidates_are_new_blocks_at_every_site_and_new_units_in_every_block_that_may_grow(axes):
-    found = candidates(family("resnet"), SignalGuided(axes=axes, units=4), stage=0, seed=0)
+    found = candidates(family("resnet"), Sight(axes=axes, units=4), stage=0, seed=0)
     wanted = [("depth", site) for site in FAMILY_SITES["resnet"]] if "depth" in axes else []
     wanted += [("width", block) for block in FAMILY_BLOCKS["resnet"]] if "width" in axes else []
     assert [(c.kind, c.path) for c in found] == wanted
 
 
 def test_a_policy_that_grows_data_alone_looks_at_depth():
-    found = candidates(family("resnet"), SignalGuided(axes=("data",)), stage=0, seed=0)
+    found = candidates(family("resnet"), Sight(axes=("data",)), stage=0, seed=0)
     assert [(c.kind, c.path) for c in found] == [("depth", site) for site in FAMILY_SITES["resnet"]]
 
 
@@ -365,7 +351,7 @@ def test_units_for_a_module_that_is_no_block_are_refused():
 
 def test_copied_inner_weights_are_those_of_the_block_that_reads_the_stream():
     model = family("mlp")
-    found = candidates(model, SignalGuided(axes=("depth",), inner="copy"), stage=0, seed=0)
+    found = candidates(model, Sight(axes=("depth",), inner="copy"), stage=0, seed=0)
     for candidate, near in zip(found, (0, 1, 1), strict=True):  # behind the last block: the last one
         block = model.get_submodule(f"groups.0.blocks.{near}.branch")
         assert torch.equal(candidate.block.inner.weight, block.inner.weight)
@@ -375,7 +361,7 @@ def test_copied_inner_weights_are_those_of_the_block_that_reads_the_stream():
 
 @pytest.mark.parametrize("change", [{"stage": 1}, {"seed": 1}])
 def test_random_inner_weights_are_new_in_each_stage_and_for_each_seed(change):
-    policy = SignalGuided(axes=("depth",))
+    policy = Sight(axes=("depth",))
     (first, *_), (other, *_), (again, *_) = (
         candidates(family("mlp"), policy, **{"stage": 0, "seed": 0} | c) for c in ({}, change, {})
     )
@@ -384,7 +370,7 @@ def test_random_inner_weights_are_new_in_each_stage_and_for_each_seed(change):
 
 
 def test_random_inner_weights_differ_from_site_to_site():
-    found = candidates(family("mlp"), SignalGuided(axes=("depth",)), stage=0, seed=0)
+    found = candidates(family("mlp"), Sight(axes=("depth",)), stage=0, seed=0)
     assert len({tuple(c.block.inner.weight.flatten().tolist()) for c in found}) == len(found)
 
 

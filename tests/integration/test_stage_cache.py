@@ -1,0 +1,222 @@
+"""Trials that begin alike run their beginning once, and give the records that they give alone."""
+
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from growth_service.core.policies import FixedSteps
+from growth_service.core.steps import AddBlock, AddData, Deepen
+from growth_service.training import stage_cache, stage_loop
+from growth_service.training.config import TrialConfig
+from growth_service.training.stage_cache import StageCache, stage_key
+from tests.torch_helpers import BY_SIGNAL, GROWS_ALL, prepared_digits, run_to_end, trial_config
+
+DEEPER = AddBlock(site="groups.1.blocks.0", inner="copy")
+BUDGET = 2_000_000_000
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return prepared_digits(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Stages that were really run, as (trial, stage)."""
+    found = []
+    run_stage = stage_loop.StageLoop._run_stage
+
+    def spy(self):
+        found.append((self.config.trial, self.state.stage))
+        return run_stage(self)
+
+    monkeypatch.setattr(stage_loop.StageLoop, "_run_stage", spy)
+    return found
+
+
+def configured(folder, *, data, policy=None, cache=None, trial="a", training=None, **changes):
+    config = trial_config(folder / trial, data=data, policy=policy or FixedSteps(), budget_flops=BUDGET, **changes)
+    fields = config.to_dict() | {"trial": trial, "training": config.training | (training or {})}
+    where = None if cache is None else {"folder": str(cache), "limit_bytes": 1 << 30}
+    return TrialConfig.from_dict(fields | {"cache": where})
+
+
+def comparable(records):
+    return [r.comparable() | {"trial": ""} for r in records]
+
+
+@pytest.mark.parametrize("policy", [GROWS_ALL, BY_SIGNAL], ids=["fixed", "signal"])
+def test_records_are_equal_with_the_cache_and_without(policy, data, tmp_path, ran):
+    alone = run_to_end(configured(tmp_path / "alone", data=data, policy=policy))
+    first = run_to_end(configured(tmp_path, data=data, policy=policy, cache=tmp_path / "cache", trial="first"))
+    num_run = len(ran)
+    second = run_to_end(configured(tmp_path, data=data, policy=policy, cache=tmp_path / "cache", trial="second"))
+    assert comparable(alone) == comparable(first) == comparable(second)
+    assert len(ran) == num_run  # nothing was run a third time
+    assert [r.reused for r in second[:-1]] == [True] * (len(second) - 1)
+    assert not any(r.reused for r in first[:-1])
+
+
+def test_two_schedules_share_their_beginning_and_part_where_one_grows(data, tmp_path, ran):
+    cache = tmp_path / "cache"
+    plain = run_to_end(configured(tmp_path, data=data, cache=cache, trial="plain"))
+    late = FixedSteps(steps=((1, (DEEPER,)),))
+    grown = run_to_end(configured(tmp_path, data=data, policy=late, cache=cache, trial="grown"))
+    assert ran == [("plain", 0), ("plain", 1), ("plain", 2), ("grown", 2)]
+    assert [r.reused for r in grown[:-1]] == [True, True, False]
+    assert (grown[1].decision["kind"], plain[1].decision["kind"]) == ("grow", "train_on")
+    assert comparable(grown) == comparable(run_to_end(configured(tmp_path / "alone", data=data, policy=late)))
+
+
+def test_what_comes_after_a_shared_step_of_the_network_is_shared_too(data, tmp_path, ran):
+    """A schedule that doubles depth and one that does so and then adds data are one trial until the data."""
+    cache = tmp_path / "cache"
+    deeper = ((0, (Deepen(),)),)
+    run_to_end(configured(tmp_path, data=data, policy=FixedSteps(steps=deeper), cache=cache, trial="x"))
+    ran.clear()
+    both = FixedSteps(steps=(*deeper, (1, (AddData(share=1.0),))))
+    run_to_end(configured(tmp_path, data=data, policy=both, cache=cache, trial="y"))
+    assert ran == [("y", 2)]
+
+
+@pytest.mark.parametrize(
+    ("change", "shared"),
+    [
+        ({"seed": 1}, 0),
+        ({"training": {"learning_rate": 0.001}}, 0),
+        ({"training": {"rates": "cosine"}}, 0),
+    ],
+)
+def test_another_seed_or_setting_is_another_stage(change, shared, data, tmp_path, ran):
+    cache = tmp_path / "cache"
+    run_to_end(configured(tmp_path, data=data, cache=cache, trial="x"))
+    ran.clear()
+    run_to_end(configured(tmp_path, data=data, cache=cache, trial="y", **change))
+    assert len(ran) == 3 - shared
+
+
+def test_steady_stages_are_shared_by_trials_of_different_budgets(data, tmp_path, ran):
+    """Up to the decay, a trial of twice the budget is the same trial."""
+    cache, steady = tmp_path / "cache", {"rates": "wsd", "decay_share": 0.25, "rewarm": "none"}
+    for trial, ends in (("short", (0.4, 0.6, 1.0)), ("long", (0.2, 0.3, 1.0))):
+        config = configured(tmp_path, data=data, cache=cache, trial=trial, training=steady)
+        schedule = config.schedule | {"shares": [ends[0], ends[1] - ends[0], 1 - ends[1]]}
+        budget = BUDGET if trial == "short" else 2 * BUDGET
+        run_to_end(TrialConfig.from_dict(config.to_dict() | {"schedule": schedule, "budget_flops": budget}))
+    assert [stage for trial, stage in ran if trial == "long"] == [2]
+
+
+def test_a_damaged_entry_is_run_again_and_put_right(data, tmp_path, ran, caplog):
+    cache = tmp_path / "cache"
+    first = run_to_end(configured(tmp_path, data=data, cache=cache, trial="x"))
+    shutil.rmtree(tmp_path / "x")  # entries share their files with the trial that wrote them
+    for weights in cache.glob("*/000/weights.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    ran.clear()
+    second = run_to_end(configured(tmp_path, data=data, cache=cache, trial="y"))
+    assert ran == [("y", 0)]
+    assert "is damaged" in caplog.text
+    assert comparable(first) == comparable(second)
+    ran.clear()
+    run_to_end(configured(tmp_path, data=data, cache=cache, trial="z"))
+    assert ran == []
+
+
+def test_a_resumed_trial_takes_over_the_stages_that_it_still_has_to_run(data, tmp_path, ran):
+    cache = tmp_path / "cache"
+    whole = run_to_end(configured(tmp_path, data=data, policy=GROWS_ALL, cache=cache, trial="x"))
+    config = configured(tmp_path, data=data, policy=GROWS_ALL, cache=cache, trial="y")
+    run_to_end(config)
+    shutil.rmtree(tmp_path / "y" / "stages" / "002")
+    (tmp_path / "y" / "final.json").unlink()
+    ran.clear()
+    assert comparable(run_to_end(config)) == comparable(whole)
+    assert ran == []
+
+
+def test_one_runs_and_the_others_wait(tmp_path):
+    cache, key = StageCache(tmp_path / "cache", limit_bytes=1 << 30), stage_key(what="a stage")
+    stage = tmp_path / "000"
+    stage.mkdir()
+    (stage / "weights").write_text("x")
+    holder, seen = cache.claim(key), []
+
+    def wait():
+        claim = cache.claim(key)
+        seen.append(claim.found)
+        claim.release()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.2)
+    assert (seen, holder.found) == ([], None)
+    holder.publish(stage)
+    holder.release()
+    waiting.join(10)
+    assert seen == [tmp_path / "cache" / key]
+    assert (seen[0] / "000" / "weights").read_text() == "x"
+
+
+def test_a_claim_that_comes_to_nothing_leaves_the_stage_to_the_next(tmp_path):
+    cache, key = StageCache(tmp_path / "cache", limit_bytes=1 << 30), stage_key(what="a stage")
+    cache.claim(key).release()
+    following = cache.claim(key)
+    assert following.found is None
+    following.release()
+
+
+def test_the_least_recently_used_entries_make_room(tmp_path):
+    cache = StageCache(tmp_path / "cache", limit_bytes=2500)
+    stage = tmp_path / "000"
+    stage.mkdir()
+    (stage / "weights").write_bytes(bytes(1000))
+    keys = [stage_key(number=n) for n in range(3)]
+    for key in keys[:2]:
+        claim = cache.claim(key)
+        claim.publish(stage)
+        claim.release()
+        time.sleep(0.02)
+    cache.claim(keys[0]).release()  # used again
+    time.sleep(0.02)
+    claim = cache.claim(keys[2])
+    claim.publish(stage)
+    claim.release()
+    assert {p.name for p in (tmp_path / "cache").iterdir()} == {keys[0], keys[2], "locks"}
+
+
+def test_an_entry_in_use_is_not_dropped(tmp_path):
+    cache = StageCache(tmp_path / "cache", limit_bytes=1500)
+    stage = tmp_path / "000"
+    stage.mkdir()
+    (stage / "weights").write_bytes(bytes(1000))
+    first, second = stage_key(number=0), stage_key(number=1)
+    held = cache.claim(first)
+    held.publish(stage)
+    other = cache.claim(second)
+    other.publish(stage)
+    assert (tmp_path / "cache" / first).is_dir()
+    for claim in (held, other):
+        claim.release()
+
+
+def test_a_key_depends_on_every_value_and_on_the_code(monkeypatch):
+    key = stage_key(a=1, b=[2])
+    assert key == stage_key(b=[2], a=1)
+    assert key != stage_key(a=1, b=[3])
+    monkeypatch.setattr(stage_cache, "numerics_version", lambda: "other")
+    assert key != stage_key(a=1, b=[2])
+
+
+def test_the_version_of_the_numerics_covers_what_trains_and_what_probes():
+    root = Path(stage_cache.__file__).parents[1]
+    assert all((root / package / "__init__.py").is_file() for package in stage_cache.NUMERICS)
+
+
+def test_cached_records_are_plain_json(data, tmp_path):
+    run_to_end(configured(tmp_path, data=data, cache=tmp_path / "cache", trial="x"))
+    history = next((tmp_path / "cache").glob("*/002/history.json"))
+    assert [r["stage"] for r in json.loads(history.read_text())] == [0, 1, 2]
