@@ -36,7 +36,15 @@ class Stop:
     reason: str
 
 
-Decision = TrainOn | Grow | Stop
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Anneal:
+    """Decay the learning rate at once, then end the trial: it stops before its budget is used up."""
+
+    cause: StopCause
+    reason: str
+
+
+Decision = TrainOn | Grow | Anneal | Stop
 
 
 def decision_to_dict(decision: Decision) -> dict[str, Any]:
@@ -46,6 +54,8 @@ def decision_to_dict(decision: Decision) -> dict[str, Any]:
             return {"kind": "train_on", "reason": reason}
         case Grow(changes=changes, reason=reason):
             return {"kind": "grow", "changes": [change_to_dict(c) for c in changes], "reason": reason}
+        case Anneal(cause=cause, reason=reason):
+            return {"kind": "anneal", "cause": cause, "reason": reason}
         case Stop(cause=cause, reason=reason):
             return {"kind": "stop", "cause": cause, "reason": reason}
         case _:
@@ -56,6 +66,8 @@ def decision_from_dict(data: dict[str, Any]) -> Decision:
     """Inverse of :func:`decision_to_dict`."""
     if data["kind"] == "grow":
         return Grow(changes=tuple(map(change_from_dict, data["changes"])), reason=data["reason"])
+    if data["kind"] == "anneal":
+        return Anneal(cause=data["cause"], reason=data["reason"])
     if data["kind"] == "stop":
         return Stop(cause=data["cause"], reason=data["reason"])
     return TrainOn(reason=data["reason"])

@@ -191,7 +191,7 @@ def check_budgets(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any]
         key = (trial.schedule.initial, sight_of(trial.schedule.policy))
         if key not in known:
             loop = fresh_loop(job, trial, data=data, folder=folder)
-            known[key] = loop.planned_batches()
+            known[key] = loop.stage.planned_batches()
         found[trial.name] = known[key]
         if found[trial.name] < 1:
             raise UserError(

@@ -13,9 +13,10 @@ from growth_service.training.growing import candidates
 from growth_service.training.state import TrialState
 
 
-def look(state: TrialState, schedule: GrowthSchedule) -> SaturationReport | None:
+def look(state: TrialState, schedule: GrowthSchedule, *, last: bool) -> SaturationReport | None:
     """Probe the network after its present stage; None where the policy does not look."""
-    inputs, sight = _inputs(state, schedule), _sight(state, schedule)
+    sight = _sight(schedule, last=last)
+    inputs = _inputs(state, sight)
     if inputs is None or sight is None:
         return None
     return probe(
@@ -30,23 +31,23 @@ def look(state: TrialState, schedule: GrowthSchedule) -> SaturationReport | None
     )
 
 
-def look_settings(state: TrialState, schedule: GrowthSchedule) -> dict[str, Any] | None:
+def look_settings(schedule: GrowthSchedule, *, last: bool) -> dict[str, Any] | None:
     """What the policy says about the look after the present stage, as plain JSON; None where there is none."""
-    sight = _sight(state, schedule)
+    sight = _sight(schedule, last=last)
     return None if sight is None else asdict(sight) | {"axes": list(sight.axes)}
 
 
-def look_estimate(state: TrialState, schedule: GrowthSchedule) -> Estimate:
+def look_estimate(state: TrialState, schedule: GrowthSchedule, *, last: bool) -> Estimate:
     """FLOPs that the next look will cost at most, and the cost of finding out; zeros where there is none."""
-    inputs = _inputs(state, schedule)
+    inputs = _inputs(state, _sight(schedule, last=last))
     if inputs is None:
         return Estimate(flops=0, cost=0)
     return estimate_flops(state.model, loss=loss_sum, reduction="sum", **inputs)
 
 
-def _inputs(state: TrialState, schedule: GrowthSchedule) -> dict[str, Any] | None:
+def _inputs(state: TrialState, sight: Sight | None) -> dict[str, Any] | None:
     """Candidates and samples of the look after the present stage; none after the last stage."""
-    sight, stage = _sight(state, schedule), state.stage
+    stage = state.stage
     if sight is None:
         return None
     found = candidates(state.model, sight, stage=stage, seed=state.config.seed)
@@ -61,6 +62,6 @@ def _inputs(state: TrialState, schedule: GrowthSchedule) -> dict[str, Any] | Non
     }
 
 
-def _sight(state: TrialState, schedule: GrowthSchedule) -> Sight | None:
-    """What is measured after the present stage: nothing after the last one."""
-    return sight_of(schedule.policy) if state.stage + 1 < schedule.num_stages else None
+def _sight(schedule: GrowthSchedule, *, last: bool) -> Sight | None:
+    """What is measured after a stage: nothing after the last one."""
+    return None if last else sight_of(schedule.policy)

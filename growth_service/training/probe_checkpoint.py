@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from growth_service.core.decisions import Grow, Reading, Stop, TrainOn
+from growth_service.core.decisions import Anneal, Decision, Grow, Reading, Stop, TrainOn
 from growth_service.core.policies import SignalGuided, sight_of
 from growth_service.core.rules import decide
 from growth_service.core.schedule import GrowthSchedule
@@ -97,11 +97,11 @@ def _policy(schedule: GrowthSchedule, *, tolerance: float | None, level: float) 
     return replace(rule, level=level, tolerance_nats=tolerance if tolerance is not None else rule.tolerance_nats)
 
 
-def _advice(decision: TrainOn | Grow | Stop) -> str:
+def _advice(decision: Decision) -> str:
     match decision:
         case Grow(changes=changes, reason=reason):
             return f"grow {', '.join(map(str, changes))} - {reason}"
-        case Stop(reason=reason):
+        case Anneal(reason=reason) | Stop(reason=reason):
             return f"stop growing - {reason}"
         case TrainOn(reason=reason):
             return f"train on, or probe with more samples - {reason}"

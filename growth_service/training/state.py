@@ -62,16 +62,13 @@ class TrialState:
             self.decision = decision_from_dict(self.history[-1].decision)
             self.flops_wasted, self.attempt = streams["flops_wasted"], streams["attempt"]
             self.key = streams.get("key", "")
-            self._stand_at(found)
+            self.stand_at(found)
             return
         self.optimizer = make_optimizer(self.model, self.config.training)
         self.count_cost()
 
-    def adopt(self, found: store.Checkpoint) -> None:
-        """Stand where another trial stood: network, optimiser and position are its own, account and records are not."""
-        self._stand_at(found)
-
-    def _stand_at(self, found: store.Checkpoint) -> None:
+    def stand_at(self, found: store.Checkpoint) -> None:
+        """Take network, optimiser and position of a checkpoint; account and records stay the trial's own."""
         streams = found.streams
         self.model = found.model
         self.position, self.data_share = DataPosition(**streams["position"]), streams["data_share"]
@@ -166,11 +163,12 @@ class TrialState:
         names = (f"{stage:03d}", f"{stage:03d}-jumpboard")
         return [p for p in (self.folder / "stages" / name for name in names) if p.is_dir()]
 
-    def copy_folder(self, source: Path) -> None:
-        """Take over a checkpoint that has no records of its own to change."""
-        target = self.folder / "stages" / source.name
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(source, target)
+    def keep_jumpboard(self, source: Path) -> None:
+        """Take over the jumpboard of another trial's stage, where it had one."""
+        if self.ranks.is_first and source.is_dir():
+            target = self.folder / "stages" / source.name
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source, target)
 
     def write_config(self) -> None:
         """Keep the trial's input beside its checkpoints, for whoever probes them later."""

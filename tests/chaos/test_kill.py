@@ -28,7 +28,7 @@ import json, sys
 from pathlib import Path
 import os, signal
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from growth_service.training import stage_loop
+from growth_service.training import stage, stage_loop
 from growth_service.training.config import TrialConfig
 from growth_service.training.ranks import Ranks, one_thread
 
@@ -42,7 +42,7 @@ def count(*_):
 
 register_optimizer_step_pre_hook(count)
 one_thread()
-stage_loop.HEARTBEAT_S = 0.0  # say how far the stage is after every step: these stages take half a second
+stage.HEARTBEAT_S = 0.0  # say how far the stage is after every step: these stages take half a second
 list(stage_loop.run_trial(TrialConfig.from_dict(json.loads(Path(sys.argv[1]).read_text())), ranks=Ranks()))
 """
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from growth_service.core.policies import FixedSteps
+from growth_service.core.policies import FixedSteps, SignalGuided
 from growth_service.core.steps import AddBlock, AddData, Deepen
-from growth_service.training import stage_cache, stage_loop
+from growth_service.training import stage, stage_cache
 from growth_service.training.config import TrialConfig
 from growth_service.training.stage_cache import StageCache, stage_key
 from tests.torch_helpers import BY_SIGNAL, GROWS_ALL, prepared_digits, run_to_end, trial_config
@@ -28,13 +28,13 @@ def data(tmp_path_factory):
 def ran(monkeypatch):
     """Stages that were really run, as (trial, stage)."""
     found = []
-    run_stage = stage_loop.StageLoop._run_stage
+    run = stage.Stage.run
 
     def spy(self):
-        found.append((self.config.trial, self.state.stage))
-        return run_stage(self)
+        found.append((self.config.trial, self.number))
+        return run(self)
 
-    monkeypatch.setattr(stage_loop.StageLoop, "_run_stage", spy)
+    monkeypatch.setattr(stage.Stage, "run", spy)
     return found
 
 
@@ -107,7 +107,7 @@ def test_steady_stages_are_shared_by_trials_of_different_budgets(data, tmp_path,
         schedule = config.schedule | {"shares": [ends[0], ends[1] - ends[0], 1 - ends[1]]}
         budget = BUDGET if trial == "short" else 2 * BUDGET
         run_to_end(TrialConfig.from_dict(config.to_dict() | {"schedule": schedule, "budget_flops": budget}))
-    assert [stage for trial, stage in ran if trial == "long"] == [2]
+    assert [number for trial, number in ran if trial == "long"] == [2]
 
 
 def test_a_damaged_entry_is_run_again_and_put_right(data, tmp_path, ran, caplog):
@@ -140,9 +140,9 @@ def test_a_resumed_trial_takes_over_the_stages_that_it_still_has_to_run(data, tm
 
 def test_one_runs_and_the_others_wait(tmp_path):
     cache, key = StageCache(tmp_path / "cache", limit_bytes=1 << 30), stage_key(what="a stage")
-    stage = tmp_path / "000"
-    stage.mkdir()
-    (stage / "weights").write_text("x")
+    folder = tmp_path / "000"
+    folder.mkdir()
+    (folder / "weights").write_text("x")
     holder, seen = cache.claim(key), []
 
     def wait():
@@ -154,7 +154,7 @@ def test_one_runs_and_the_others_wait(tmp_path):
     waiting.start()
     time.sleep(0.2)
     assert (seen, holder.found) == ([], None)
-    holder.publish(stage)
+    holder.publish(folder)
     holder.release()
     waiting.join(10)
     assert seen == [tmp_path / "cache" / key]
@@ -171,33 +171,33 @@ def test_a_claim_that_comes_to_nothing_leaves_the_stage_to_the_next(tmp_path):
 
 def test_the_least_recently_used_entries_make_room(tmp_path):
     cache = StageCache(tmp_path / "cache", limit_bytes=2500)
-    stage = tmp_path / "000"
-    stage.mkdir()
-    (stage / "weights").write_bytes(bytes(1000))
+    folder = tmp_path / "000"
+    folder.mkdir()
+    (folder / "weights").write_bytes(bytes(1000))
     keys = [stage_key(number=n) for n in range(3)]
     for key in keys[:2]:
         claim = cache.claim(key)
-        claim.publish(stage)
+        claim.publish(folder)
         claim.release()
         time.sleep(0.02)
     cache.claim(keys[0]).release()  # used again
     time.sleep(0.02)
     claim = cache.claim(keys[2])
-    claim.publish(stage)
+    claim.publish(folder)
     claim.release()
     assert {p.name for p in (tmp_path / "cache").iterdir()} == {keys[0], keys[2], "locks"}
 
 
 def test_an_entry_in_use_is_not_dropped(tmp_path):
     cache = StageCache(tmp_path / "cache", limit_bytes=1500)
-    stage = tmp_path / "000"
-    stage.mkdir()
-    (stage / "weights").write_bytes(bytes(1000))
+    folder = tmp_path / "000"
+    folder.mkdir()
+    (folder / "weights").write_bytes(bytes(1000))
     first, second = stage_key(number=0), stage_key(number=1)
     held = cache.claim(first)
-    held.publish(stage)
+    held.publish(folder)
     other = cache.claim(second)
-    other.publish(stage)
+    other.publish(folder)
     assert (tmp_path / "cache" / first).is_dir()
     for claim in (held, other):
         claim.release()
@@ -220,3 +220,16 @@ def test_cached_records_are_plain_json(data, tmp_path):
     run_to_end(configured(tmp_path, data=data, cache=tmp_path / "cache", trial="x"))
     history = next((tmp_path / "cache").glob("*/002/history.json"))
     assert [r["stage"] for r in json.loads(history.read_text())] == [0, 1, 2]
+
+
+def test_a_trial_that_ends_early_at_its_full_rate_decays_first(data, tmp_path):
+    """A quarter of what was spent so far, so that the decay is the last fifth of the whole, as planned trials have."""
+    saturated = SignalGuided(axes=("depth",), tolerance_nats=50.0)
+    steady = {"rates": "wsd", "decay_share": 0.2}
+    config = configured(tmp_path, data=data, policy=saturated, training=steady, num_stages=6)
+    *stages, final = run_to_end(config)
+    assert [s.decision["kind"] for s in stages] == ["anneal", "stop"]
+    assert (final.cause, stages[1].certificates) == ("saturated", [])
+    assert stages[1].flops_total == pytest.approx(stages[0].flops_total / 0.8, rel=0.05)
+    restarts = configured(tmp_path, data=data, policy=saturated, num_stages=6, trial="restarts")
+    assert [s.decision["kind"] for s in run_to_end(restarts)[:-1]] == ["stop"]  # its stages end annealed

@@ -40,7 +40,7 @@ from growth_service.models import build
 from growth_service.models.flops import FlopCounter, flops_per_sample
 from growth_service.probing import Candidate, jumpboard
 from growth_service.probing.jumpboard import clipped_direction
-from growth_service.training import checkpoint, growing, stage_loop
+from growth_service.training import checkpoint, growing, stage
 from growth_service.training.checkpoint import load_checkpoint
 from growth_service.training.config import TrialConfig
 from growth_service.training.data import open_splits
@@ -249,7 +249,7 @@ def test_a_finished_trial_says_the_same_again_without_training(trial):
 @pytest.fixture
 def beats_always(monkeypatch):
     """Say how far the stage is after every step, not every two seconds."""
-    monkeypatch.setattr(stage_loop, "HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(stage, "HEARTBEAT_S", 0.0)
 
 
 def batch_flops(config):
