@@ -11,12 +11,17 @@ beginnings run once, through the stage cache. ``fit`` asks what predicts the adv
 
 import argparse
 import json
+import math
+import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.workloads import job_data
+import numpy as np
+from scipy.optimize import lsq_linear
+
+from benchmarks.workloads import CALIBRATION, job_data
 from growth_service.core.policies import FixedSteps, Sight
 from growth_service.core.records import FinalRecord, StageRecord
 from growth_service.core.schedule import GrowthSchedule, InitialSize
@@ -50,6 +55,8 @@ CAPS = {
 REMAINING = (0.5, 2.0, 8.0)
 """Remaining compute of a fork over what was spent before it."""
 DECAY = 0.2
+EVALUATIONS = 8
+"""A checkpoint comes after at least as much compute as so many evaluations: they are not what is compared."""
 BLOCKS = 1
 
 
@@ -71,7 +78,7 @@ class Recorder:
 
     def run(self) -> None:
         """All checkpoints and all their forks."""
-        marks = [round(self.cap / 3**k) for k in (4, 3, 2, 1)]
+        marks = [m for k in (4, 3, 2, 1) if (m := round(self.cap / 3**k)) > EVALUATIONS * self.evaluation()]
         for index, spent in enumerate(marks):
             started = time.perf_counter()
             facts = self.checkpoint(marks[: index + 1])
@@ -90,6 +97,14 @@ class Recorder:
                     })  # fmt: skip
             print(f"{self.workload} {self.width} s{self.seed} at {spent:.2e}: {time.perf_counter() - started:.0f} s",
                   flush=True)  # fmt: skip
+
+    def evaluation(self) -> int:
+        """FLOPs of the evaluations of one stage of the initial network."""
+        job = self.job(self.cap)
+        planned = plan.planned_trials(job)[0]
+        loop = plan.fresh_loop(job, planned, data=self.data, folder=self.scratch)
+        num = len(loop.state.splits.val.targets) + job.training.evaluate_samples
+        return num * loop.state.cost.forward
 
     def trial(
         self, name: str, ends: list[int], steps: dict[int, tuple[Change, ...]]
@@ -167,15 +182,136 @@ class Recorder:
             file.write(json.dumps(line) + "\n")
 
 
+class Fork(NamedTuple):
+    """One step at one checkpoint with one remaining budget, beside training on."""
+
+    workload: str
+    step: str
+    advantage: float
+    """log(loss of training on / loss of growing), held to +-0.3: beyond that a fork only says yes or no."""
+    inputs: dict[str, float]
+
+
+def forks_of(paths: list[Path]) -> list[Fork]:
+    """Pairs of forks with what was known when they parted; those whose budget ran out early are left out."""
+    lines = [json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if line["cause"] == "schedule"]
+    trunk = {(*_cell(x), x["remaining"]): x for x in lines if x["fork"] == "train_on"}
+    found = []
+    for line in lines:
+        other = trunk.get((*_cell(line), line["remaining"]))
+        if other is None or line["fork"] not in STEP_NAMES or _distorted(line):
+            continue
+        advantage = math.log(other["loss"] / line["loss"])
+        inputs = _inputs(line)
+        found.append(Fork(line["workload"], STEP_NAMES[line["fork"]], min(max(advantage, -0.3), 0.3), inputs))
+    return found
+
+
+STEP_NAMES = {"deepen": "depth*2", "stack": "stack*2", "widen1.5": "width*1.5", "widen2": "width*2"}
+
+
+def _cell(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[key] for key in ("workload", "width", "seed", "data_share", "spent"))
+
+
+def _distorted(line: dict[str, Any]) -> bool:
+    """Whether evaluations were a large part of what was spent: early checkpoints of the first recordings."""
+    samples = 1536 if line["workload"] == "digits" else 768
+    return bool(line["spent"] < EVALUATIONS * samples * line["per_sample_before"] / 3)
+
+
+def _inputs(line: dict[str, Any]) -> dict[str, float]:
+    """What is known at the moment of the decision; logarithms but for shares."""
+    text = line["workload"] in ("docs", "sources")
+    per_sample = 64 if text else 1
+    settings = CALIBRATION[line["workload"]]["training"]
+    factor = line["per_sample"] / line["per_sample_before"]
+    targets = line["targets_seen"] * (1 + line["remaining"] / factor)
+    steps = targets / (settings["batch_size"] * per_sample)
+    gap = (line["loss_val"] - line["loss_train"]) / line["loss_val"]
+    depth = [s for s in line["signal"] if s["kind"] == "depth"]
+    width = [s for s in line["signal"] if s["kind"] == "width"]
+    capped = line["loss_val"]
+    return {
+        "one": 1.0,
+        "steps": math.log(steps),
+        "targets per parameter": math.log(targets / line["params"]),
+        "targets per parameter now": math.log(line["targets_seen"] / line["params_before"]),
+        "remaining": math.log(line["remaining"]),
+        "gap": min(max(gap, 0.0), 1.0),
+        "transfer gain": max(s["transfer_gain"] for s in depth) / capped,
+        "predicted gain": max(s["predicted_gain"] for s in depth) / capped,
+        "transfer of units": max(s["transfer_gain"] for s in width) / capped,
+        "kappa": math.log(max(*(s["kappa"] for s in depth), 1e-6)),
+        "cosine": max(s["cosine"] for s in depth),
+    }
+
+
+SETS: dict[str, tuple[str, ...]] = {
+    "nothing": ("one",),
+    "tokens per parameter now": ("one", "targets per parameter now"),
+    "tokens per parameter now, remaining": ("one", "targets per parameter now", "remaining"),
+    "targets per parameter at the end": ("one", "targets per parameter"),
+    "steps at the end": ("one", "steps"),
+    "steps, targets per parameter": ("one", "steps", "targets per parameter"),
+    "steps, targets per parameter, gap": ("one", "steps", "targets per parameter", "gap"),
+}
+SIGNALS = ("transfer gain", "predicted gain", "transfer of units", "kappa", "cosine")
+
+
+def fit(paths: list[Path]) -> None:
+    """What predicts the advantage: errors on workloads left out, and the lines of all together."""
+    forks = forks_of(paths)
+    for step in STEP_NAMES.values():
+        mine = [f for f in forks if f.step == step]
+        grew = statistics.fmean(f.advantage > 0 for f in mine)
+        print(f"\n### {step}: {len(mine)} forks, better than training on in {grew:.0%}\n")
+        print("| inputs | mean error | sign right | regret | line |\n|---|---|---|---|---|")
+        for name, inputs in SETS.items():
+            print(_row(name, mine, inputs))
+        for signal in SIGNALS:
+            print(_row(f"the last, {signal}", mine, (*SETS["steps, targets per parameter, gap"], signal)))
+            print(_row(f"targets per parameter at the end, {signal}", mine, ("one", "targets per parameter", signal)))
+
+
+def _row(name: str, forks: list[Fork], inputs: tuple[str, ...]) -> str:
+    errors, signs, regrets = [], [], []
+    for left_out in sorted({f.workload for f in forks}):
+        line = _least_squares([f for f in forks if f.workload != left_out], inputs)
+        for fork in (f for f in forks if f.workload == left_out):
+            predicted = float(line @ [fork.inputs[i] for i in inputs])
+            errors.append(abs(predicted - fork.advantage))
+            signs.append((predicted > 0) == (fork.advantage > 0))
+            regrets.append(max(0.0, fork.advantage) - (fork.advantage if predicted > 0 else 0.0))
+    weights = ", ".join(f"{w:+.3f}" for w in _least_squares(forks, inputs))
+    mean, right, regret = map(statistics.fmean, (errors, signs, regrets))
+    return f"| {name} | {mean:.4f} | {right:.0%} | {regret:.4f} | {weights} |"
+
+
+def _least_squares(forks: list[Fork], inputs: tuple[str, ...]) -> Any:
+    """Weights of a line; those of steps and of targets per parameter are held above zero."""
+    x = np.array([[f.inputs[i] for i in inputs] for f in forks])
+    low = [0.0 if i in ("steps", "targets per parameter") else -np.inf for i in inputs]
+    return lsq_linear(x, [f.advantage for f in forks], bounds=(low, np.inf)).x
+
+
 def main() -> None:
     """Record or fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--workload", required=True)
-    parser.add_argument("--width", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data-share", type=float, default=1.0)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record")
+    recording.add_argument("out", type=Path)
+    recording.add_argument("--workload", required=True, choices=sorted(CALIBRATION))
+    recording.add_argument("--width", type=int, required=True)
+    recording.add_argument("--seed", type=int, default=0)
+    recording.add_argument("--data-share", type=float, default=1.0)
+    fitting = commands.add_parser("fit")
+    fitting.add_argument("recorded", type=Path, nargs="+")
     options = parser.parse_args()
+    if options.command == "fit":
+        fit(options.recorded)
+        return
     one_thread()
     with tempfile.TemporaryDirectory(prefix="growth-decision-") as scratch:
         Recorder(

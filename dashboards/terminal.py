@@ -63,6 +63,7 @@ def live_table(rows: list[tuple[str, StageRecord | None, str]], *, budget_flops:
 def stage_line(record: StageRecord, *, num_stages: int) -> str:
     """One stage as a line of log, where no live table can be drawn."""
     grown = f"  after {', '.join(record.step)}" if record.step else ""
+    grown += "  (taken over)" if record.reused else ""
     return (
         f"{record.trial:<16} stage {record.stage + 1}/{num_stages}  depth {record.depth} width {record.width} "
         f"data {record.train_samples}  val {record.loss_val:.4f}  {format_flops(record.flops_total)}  "

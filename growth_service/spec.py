@@ -52,6 +52,7 @@ def _number(value: Any) -> Any:
 
 
 Flops = Annotated[float, _quantity("flops")]
+Bytes = Annotated[float, _quantity("bytes")]
 Nats = Annotated[float, _quantity("nats")]
 Number = Annotated[float, BeforeValidator(_number)]
 Share = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
@@ -243,6 +244,17 @@ class ResourcesSpec(_Spec):
     """Restarts of a trial's workers after a fault, each from the last stage."""
 
 
+class CacheSpec(_Spec):
+    """Finished stages that trials share: schedules that begin alike run their common beginning once."""
+
+    enabled: bool = True
+    """Records are the same with it and without."""
+    folder: str | None = None
+    """Where finished stages are; null: ``stages`` in ``storage``, for all its studies."""
+    limit: Bytes = 10 * 2.0**30
+    """The stages that were not used for longest are dropped beyond this size."""
+
+
 class TrackingSpec(_Spec):
     """Where records go."""
 
@@ -266,6 +278,7 @@ class JobSpec(_Spec):
     search: SearchSpec
     scheduler: SchedulerSpec = SchedulerSpec()
     resources: ResourcesSpec = ResourcesSpec()
+    cache: CacheSpec = CacheSpec()
     storage: str = "growth-runs"
     """Folder of studies; everything a study writes is in it."""
     mlflow: TrackingSpec = TrackingSpec()

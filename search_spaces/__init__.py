@@ -20,7 +20,8 @@ from search_spaces.baselines import (
     stacking,
     width_only,
 )
-from search_spaces.joint import joint, joint_space
+from search_spaces.joint import certified, certified_space, joint, joint_space
+from search_spaces.triggered import ag_plateau, plateau, random_site, tokens_per_param
 
 _BUILDERS: tuple[Callable[..., GrowthSchedule], ...] = (
     scratch,
@@ -30,12 +31,17 @@ _BUILDERS: tuple[Callable[..., GrowthSchedule], ...] = (
     compound,
     one_shot_late,
     stacking,
+    plateau,
+    ag_plateau,
+    tokens_per_param,
+    random_site,
+    certified,
     joint,
 )
 BUILDERS: dict[str, Callable[..., GrowthSchedule]] = {builder.__name__: builder for builder in _BUILDERS}
 """Schedule builders that ``use:`` may name."""
 
-SPACES: dict[str, Callable[[Any], dict[str, Any]]] = {"joint_space": joint_space}
+SPACES: dict[str, Callable[[Any], dict[str, Any]]] = {"joint_space": joint_space, "certified_space": certified_space}
 """Define-by-run spaces that ``suggest.space`` may name: Optuna trial in, schedule entry out."""
 
 

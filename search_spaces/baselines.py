@@ -99,7 +99,7 @@ def width_only(
     until_share: Share = 0.6,
 ) -> GrowthSchedule:
     """Streams, hidden units and heads times ``factor``, ``steps`` times, evenly spread up to a share of the budget."""
-    when = _spread(steps, until_share=until_share, num_stages=num_stages, shares=shares)
+    when = spread(steps, until_share=until_share, num_stages=num_stages, shares=shares)
     size = InitialSize(blocks=blocks, hidden=hidden, widths=widths)
     policy = FixedSteps(steps=tuple((stage, (Widen(times=factor),)) for stage in when))
     return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages, shares=shares)
@@ -122,7 +122,7 @@ def compound(
 
     Source: compound scaling, Tan and Le 2019 (arXiv:1905.11946).
     """
-    when = _spread(steps, until_share=until_share, num_stages=num_stages, shares=shares)
+    when = spread(steps, until_share=until_share, num_stages=num_stages, shares=shares)
     share, listed = data_share, []
     for stage in when:
         changes: tuple[Change, ...] = (Widen(times=width_factor), Deepen())
@@ -150,7 +150,7 @@ def stacking(
 
     Source: progressive stacking, Gong et al. 2019; Du et al. 2024 (arXiv:2405.15319).
     """
-    when = _spread(steps, until_share=until_share, num_stages=num_stages, shares=shares)
+    when = spread(steps, until_share=until_share, num_stages=num_stages, shares=shares)
     size = InitialSize(blocks=blocks, hidden=hidden, widths=widths)
     policy = FixedSteps(steps=tuple((stage, (Deepen(exact=False),)) for stage in when))
     return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages, shares=shares)
@@ -191,7 +191,7 @@ def one_shot_late(
     return GrowthSchedule(name=name, initial=size, policy=FixedSteps(steps=steps), num_stages=num_stages, shares=shares)
 
 
-def _spread(steps: int, *, until_share: float, num_stages: int, shares: Shares) -> list[int]:
+def spread(steps: int, *, until_share: float, num_stages: int, shares: Shares) -> list[int]:
     """Stages after which ``steps`` steps are taken, at even distances up to a share of the budget."""
     if num_stages == 1:
         return []

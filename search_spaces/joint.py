@@ -1,10 +1,10 @@
-"""Joint growth of depth, width and data, guided by certificates."""
+"""Joint growth of depth, width and data: by what the rest of the budget buys, or by certificates alone."""
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
-from growth_service.core.policies import SignalGuided
+from growth_service.core.policies import BudgetAware, SignalGuided
 from growth_service.core.schedule import GrowthSchedule, InitialSize
 from growth_service.core.steps import Axis, Inner
 from growth_service.core.units import parse_quantity
@@ -12,6 +12,67 @@ from search_spaces.baselines import Share, Shares, Sizes
 
 
 def joint(
+    *,
+    name: str,
+    num_stages: int,
+    shares: Shares = None,
+    blocks: Sizes,
+    hidden: Sizes,
+    widths: Sizes | None = None,
+    data_share: Share = 1.0,
+    axes: tuple[Literal["depth", "stream", "data"], ...] = ("depth", "stream", "data"),
+    width_factors: tuple[Annotated[float, Gt(1), Le(16)], ...] = (1.5, 2.0),
+    confidence: Annotated[float, Gt(0), Lt(1)] = 0.5,
+    inner: Inner = "copy",
+    exact: bool = True,
+    look: bool = True,
+    look_share: Annotated[float, Gt(0), Lt(1)] = 0.05,
+    level: Annotated[float, Gt(0), Lt(0.5)] = 0.05,
+    tolerance: str | float | None = None,
+    data_factor: Annotated[float, Ge(1.1)] = 2.0,
+    passes: Annotated[float, Gt(0)] = 1.0,
+) -> GrowthSchedule:
+    """Grow depth, width or data where that promises more than training on with the rest of the budget; else stop.
+
+    Args:
+        name: Of the trial.
+        num_stages: Decisions are taken after each stage but the last.
+        shares: Of the budget, one a stage.
+        blocks: Initial residual blocks of each group.
+        hidden: Initial hidden units of each group.
+        widths: Initial channels of the stream in each group; None: as the model of the job says.
+        data_share: Initial share of the training split.
+        axes: What may grow.
+        width_factors: Width steps that are considered.
+        confidence: Probability with which a step has to beat training on.
+        inner: Inner weights of new blocks.
+        exact: False: copy output projections too, as plain stacking does.
+        look: Whether certificates may end the trial and call for data.
+        look_share: Most that a look may cost, as a share of what was spent.
+        level: Error level of each look over all candidates.
+        tolerance: Smallest gain that keeps a trial going, in nats; None: max(0.01, 2 % of the loss).
+        data_factor: Growth of the subset in a data step.
+        passes: Passes over the subset after which more data is added.
+    """
+    order: tuple[Axis, ...] = axes
+    policy = BudgetAware(
+        axes=order,
+        width_factors=width_factors,
+        confidence=confidence,
+        inner=inner,
+        exact=exact,
+        look=look,
+        look_share=look_share,
+        level=level,
+        tolerance_nats=None if tolerance is None else parse_quantity(tolerance, dimension="nats"),
+        data_factor=data_factor,
+        passes=passes,
+    )
+    size = InitialSize(blocks=blocks, hidden=hidden, widths=widths, data_share=data_share)
+    return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages, shares=shares)
+
+
+def certified(
     *,
     name: str,
     num_stages: int,
@@ -60,8 +121,8 @@ def joint(
     return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages, shares=shares)
 
 
-def joint_space(trial: Any) -> dict[str, Any]:
-    """Define-by-run space over joint schedules: an Optuna trial in, arguments of :func:`joint` out.
+def certified_space(trial: Any) -> dict[str, Any]:
+    """Define-by-run space over :func:`certified`: an Optuna trial in, arguments of the builder out.
 
     Only what is asked for is sampled: the data factor matters only where training starts on a part of the data.
     """
@@ -74,4 +135,18 @@ def joint_space(trial: Any) -> dict[str, Any]:
     }
     if share < 1:
         arguments["data_factor"] = trial.suggest_categorical("data_factor", [2.0, 4.0])
+    return {"use": "certified"} | arguments
+
+
+def joint_space(trial: Any) -> dict[str, Any]:
+    """Define-by-run space over :func:`joint`: how sure a step has to be, which widths it may take, what it copies."""
+    arguments: dict[str, Any] = {
+        "confidence": trial.suggest_float("confidence", 0.3, 0.9),
+        "inner": trial.suggest_categorical("inner", ["random", "copy"]),
+        "data_share": trial.suggest_categorical("data_share", [0.25, 0.5, 1.0]),
+    }
+    axes = trial.suggest_categorical("axes", ["depth", "stream", "both"])
+    arguments["axes"] = ["depth", "stream", "data"] if axes == "both" else [axes, "data"]
+    if axes != "depth":
+        arguments["width_factors"] = [trial.suggest_categorical("width_factor", [1.25, 1.5, 2.0])]
     return {"use": "joint"} | arguments

@@ -16,7 +16,7 @@ FASHION = REPOSITORY / "search_spaces" / "jobs" / "fashion_mnist.yaml"
 TEXT = REPOSITORY / "search_spaces" / "jobs" / "text.yaml"
 
 SMALL = {"blocks": [1, 1], "hidden": [8, 8]}
-JOINT = {"use": "joint", "name": "joint", **SMALL, "tolerance": "0.1 nats", "data_share": 0.5}
+JOINT = {"use": "certified", "name": "joint", **SMALL, "tolerance": "0.1 nats", "data_share": 0.5}
 
 
 def job_data(storage: Path, **changes: Any) -> dict[str, Any]:

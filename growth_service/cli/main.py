@@ -47,6 +47,9 @@ def run(
     job: JobPath,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished study of this job.")] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Run every stage, also those that were run before.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a study on this machine: trials side by side, records in MLflow, the frontier at the end.
@@ -55,7 +58,8 @@ def run(
     """
     from growth_service.cli.study import run_command
 
-    sys.exit(run_command(job, overrides=overrides or [], resume=resume, as_json=as_json))
+    uncached = ["cache.enabled=false"] if no_cache else []
+    sys.exit(run_command(job, overrides=[*(overrides or []), *uncached], resume=resume, as_json=as_json))
 
 
 @app.command()

@@ -17,7 +17,7 @@ from dashboards.live import LiveView
 from dashboards.terminal import study_summary
 from growth_service.cli.console import emit_json, err, out
 from growth_service.core.records import StageRecord, TrialRecord
-from growth_service.core.units import format_seconds
+from growth_service.core.units import format_flops, format_seconds
 from growth_service.errors import UserError
 from growth_service.orchestration import resources, storage
 from growth_service.spec import JobSpec, load_job
@@ -143,6 +143,8 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
         emit_json(result.to_dict())
     else:
         out().print(study_summary(result.trials, result.frontier, result.preference))
+        if result.saved_flops:
+            _print_saved(console, result)
         _print_phases(console, result.phases_s, wall_s=time.monotonic() - started, cpu_s=result.machine["cpu_s"])
         _print_next(out(), job, result)
     if result.not_started:
@@ -151,6 +153,16 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
         reason = trial.final.reason if trial.final else "unfinished"
         console.print(f"trial {trial.trial} failed: {reason}", style="red", soft_wrap=True)
     return 1 if result.failed else 0
+
+
+def _print_saved(console: Console, result: "StudyResult") -> None:
+    stages = [stage for trial in result.trials for stage in trial.stages]
+    total = sum(trial.final.flops_total for trial in result.trials if trial.final is not None)
+    console.print(
+        f"Shared: {sum(s.reused for s in stages)} of {len(stages)} stages were taken from trials that began alike, "
+        f"{format_flops(result.saved_flops)} of {format_flops(total)} were not spent again",
+        soft_wrap=True,
+    )
 
 
 def _stop_on_signals() -> None:

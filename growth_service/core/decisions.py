@@ -10,7 +10,7 @@ from typing import Any, Literal, assert_never
 from growth_service.core.certificate import Verdict
 from growth_service.core.steps import Change, change_from_dict, change_to_dict
 
-StopCause = Literal["budget", "schedule", "saturated", "no_transferable_gain", "pruned", "diverged"]
+StopCause = Literal["budget", "schedule", "saturated", "no_transferable_gain", "overfitting", "pruned", "diverged"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +114,18 @@ class CandidateReading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SizeAfter:
+    """What the network would be after a step."""
+
+    change: Change
+    params: int
+    flops_per_sample: int
+    """Forward and backward of one training sample."""
+    flops: int = 0
+    """Of taking the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Past:
     """A stage before, as far as a rule looks back."""
 
@@ -144,7 +156,12 @@ class Reading:
     """Training targets so far, repeated ones too."""
     targets_available: int = 0
     """Different training targets in all of the training split."""
+    targets_per_sample: int = 1
+    targets_per_step: int = 1
+    """Of one optimiser step."""
     flops_per_sample: int = 0
+    sizes_after: tuple[SizeAfter, ...] = ()
+    """Steps that the policy considers, sized on the live network."""
     sites: tuple[str, ...] = ()
     """Where blocks could go."""
     seed: int = 0

@@ -6,7 +6,17 @@ What a policy decides is in :mod:`growth_service.core.rules`.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from growth_service.core.steps import AddBlock, AddData, Axis, Change, Inner, change_from_dict, change_to_dict
+from growth_service.core.steps import (
+    AddBlock,
+    AddData,
+    Axis,
+    Change,
+    Deepen,
+    Inner,
+    Widen,
+    change_from_dict,
+    change_to_dict,
+)
 from growth_service.errors import UserError
 
 MEASURED_AXES: tuple[Axis, ...] = ("depth", "width", "data")
@@ -107,12 +117,74 @@ class SignalGuided:
                 )
 
 
-Policy = FixedSteps | RandomSite | Triggered | SignalGuided
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetAware:
+    """What the rest of the budget buys decides: by training on, or by growing first and training then.
+
+    After each stage every step that the axes allow is sized on the live network, and its advantage over training on
+    is predicted (:mod:`growth_service.core.advantage`). The best one is taken where its advantage is certain enough.
+    Certificates end the trial where no block or unit would help any more, and call for data.
+
+    Raises:
+        UserError: If nothing may grow, or a number is out of its range.
+    """
+
+    axes: tuple[Axis, ...] = ("depth", "stream", "data")
+    """Axes that may grow, the first one preferred where two promise the same: ``stream`` is width, with the hidden
+    units and heads that go with it."""
+    width_factors: tuple[float, ...] = (1.5, 2.0)
+    """Width steps that are considered."""
+    confidence: float = 0.5
+    """Probability with which a step has to be better than training on, in (0, 1)."""
+    inner: Inner = "copy"
+    """Inner weights of new blocks."""
+    exact: bool = True
+    """False: copy output projections too, as plain stacking does."""
+    look: bool = True
+    """Whether to look at certificates, where a look costs at most ``look_share`` of what was spent."""
+    look_share: float = 0.05
+    level: float = 0.05
+    """Error level of each look."""
+    tolerance_nats: float | None = None
+    """Smallest gain that keeps a trial going; None: max(0.01, 2 % of the loss)."""
+    data_factor: float = 2.0
+    """Growth of the training subset in one data step, > 1."""
+    passes: float = 1.0
+    """Passes over the training subset in force after which more data is added, where there is more."""
+
+    def __post_init__(self) -> None:
+        for axis in self.axes:
+            if axis not in ("depth", "stream", "data"):
+                raise UserError(f"axis {axis!r} is not grown by what the budget buys: use depth, stream, data")
+        ranges = {
+            "confidence": (self.confidence, 0, 1),
+            "look_share": (self.look_share, 0, 1),
+            "data_factor": (self.data_factor, 1, 1e3),
+            "passes": (self.passes, 0, 1e6),
+        } | {f"width factor {f:g}": (f, 1, 16) for f in self.width_factors}
+        for name, (value, low, high) in ranges.items():
+            if not low < value < high:
+                raise UserError(f"{name} must be above {low:g} and below {high:g}, got {value:g}")
+        if not self.axes or ("stream" in self.axes and not self.width_factors):
+            raise UserError("nothing may grow: name axes, and width_factors where the stream is one of them")
+
+    @property
+    def steps(self) -> tuple[Change, ...]:
+        """The steps on the network that are considered, in the order of the axes."""
+        by_axis: dict[Axis, tuple[Change, ...]] = {
+            "depth": (Deepen(inner=self.inner, exact=self.exact),),
+            "stream": tuple(Widen(times=f) for f in self.width_factors),
+        }
+        return tuple(step for axis in self.axes for step in by_axis.get(axis, ()))
+
+
+Policy = FixedSteps | RandomSite | Triggered | SignalGuided | BudgetAware
 _KINDS: dict[str, type[Policy]] = {
     "fixed": FixedSteps,
     "random_site": RandomSite,
     "triggered": Triggered,
     "signal": SignalGuided,
+    "budget": BudgetAware,
 }
 
 
@@ -152,6 +224,8 @@ class Sight:
     tolerance_nats: float | None = None
     units: int = 8
     inner: Inner = "random"
+    most_share: float = 1.0
+    """A look that would cost more than this share of what was spent is left out."""
 
 
 def sight_of(policy: Policy) -> Sight | None:
@@ -164,6 +238,14 @@ def sight_of(policy: Policy) -> Sight | None:
                 tolerance_nats=policy.tolerance_nats,
                 units=policy.units,
                 inner=policy.inner,
+            )
+        case BudgetAware(look=True):
+            return Sight(
+                axes=("depth", "width"),
+                level=policy.level,
+                tolerance_nats=policy.tolerance_nats,
+                inner=policy.inner,
+                most_share=policy.look_share,
             )
         case Triggered(trigger="ag_plateau"):
             return Sight(axes=("depth",))

@@ -38,7 +38,7 @@ METRICS: dict[str, str] = {
 }
 """Every metric name that a tracker may write, with its meaning."""
 
-_VOLATILE = ("stage_s", "overhead_s", "grow_s", "flops_wasted", "attempt", "reused")
+_VOLATILE = ("stage_s", "overhead_s", "grow_s", "flops_wasted", "attempt", "reused", "flops_reused")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +154,8 @@ class FinalRecord:
     budget: dict[str, int]
     digest: str = ""
     flops_wasted: int = 0
+    flops_reused: int = 0
+    """Of ``flops_total``, what other trials had spent already on stages that were taken over."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""

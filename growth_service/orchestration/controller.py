@@ -177,5 +177,6 @@ def _summary(result: StudyResult) -> dict[str, Any]:
         "frontier": [o._asdict() for o in result.frontier],
         "prefer": preference._asdict() if preference else None,
         "budget": result.budget.to_dict(),
+        "saved_flops": result.saved_flops,
         "decisions": result.decisions,
     }

@@ -189,7 +189,7 @@ class LiveStudy:
             final=final,
         )
         self.done[final.trial] = record
-        self.budget = self.budget.settle(reserved=self.trial_flops, spent=final.flops_total)
+        self.budget = self.budget.settle(reserved=self.trial_flops, spent=final.flops_total - final.flops_reused)
         number = planned.index - len(self._listed)
         if self._suggester is not None and number >= 0:
             self._suggester.tell(number, final.loss_val if final.cause != "failed" else float("inf"))

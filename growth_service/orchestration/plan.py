@@ -112,7 +112,16 @@ def trial_config(job: JobSpec, trial: PlannedTrial, *, data: dict[str, Any], fol
         seed=trial.seed,
         folder=str(folder / "trials" / trial.name),
         data=str(folder / "data"),
+        cache=_cache(job),
     )
+
+
+def _cache(job: JobSpec) -> dict[str, Any] | None:
+    """Where finished stages are shared."""
+    if not job.cache.enabled:
+        return None
+    folder = Path(job.cache.folder) if job.cache.folder is not None else Path(job.storage) / "stages"
+    return {"folder": str(folder.expanduser().resolve()), "limit_bytes": int(job.cache.limit)}
 
 
 def check_networks(job: JobSpec, trials: list[PlannedTrial], data: dict[str, Any]) -> None:
@@ -174,7 +183,7 @@ def _rehearse_step(model: Family, change: Change, stage: int) -> None:
 
 def fresh_loop(job: JobSpec, trial: PlannedTrial, *, data: dict[str, Any], folder: Path) -> StageLoop:
     """The stage loop of a trial at its very beginning, whatever its folder holds; it writes nothing."""
-    config = replace(trial_config(job, trial, data=data, folder=folder), folder=str(folder / "nowhere"))
+    config = replace(trial_config(job, trial, data=data, folder=folder), folder=str(folder / "nowhere"), cache=None)
     return StageLoop(config, ranks=Ranks())
 
 

@@ -37,6 +37,11 @@ class StudyResult:
         return prefer(outcomes(self.trials))
 
     @property
+    def saved_flops(self) -> int:
+        """What sharing the beginnings of trials saved: in their records, not in the study's account."""
+        return sum(t.final.flops_reused for t in self.trials if t.final is not None)
+
+    @property
     def failed(self) -> list[TrialRecord]:
         """Trials whose work failed."""
         return [t for t in self.trials if t.final is None or t.final.cause == "failed"]
@@ -51,6 +56,7 @@ class StudyResult:
             "frontier": [o._asdict() for o in self.frontier],
             "prefer": preference._asdict() if preference else None,
             "budget": self.budget.to_dict(),
+            "saved_flops": self.saved_flops,
             "decisions": self.decisions,
             "phases_s": self.phases_s,
             "machine": self.machine,

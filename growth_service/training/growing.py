@@ -127,7 +127,7 @@ def take_step(
     *,
     decided_after: int,
     seed: int,
-    optimizer: optim.Optimizer,
+    optimizer: optim.Optimizer | None,
     train: Split,
     subset: int,
     ridge: float,
@@ -141,7 +141,7 @@ def take_step(
         changes: From the decision.
         decided_after: Stage after which they were decided, which names the random streams.
         seed: Of the trial.
-        optimizer: Adopts new parameters.
+        optimizer: Adopts new parameters; None: nothing trains them.
         train: The training split; line searches use its present subset.
         subset: Samples in force.
         ridge: Of the second moment of a line-searched direction.
@@ -181,7 +181,7 @@ def take_step(
 
 
 def _add_branch(
-    model: nn.Module, path: str, branch: Block, taken: StepTaken, check: Tensor, *, optimizer: optim.Optimizer
+    model: nn.Module, path: str, branch: Block, taken: StepTaken, check: Tensor, *, optimizer: optim.Optimizer | None
 ) -> None:
     """Give the block at a path new units or heads."""
     with FlopCounter() as counter:
@@ -227,7 +227,7 @@ def _add_block(
     taken: StepTaken,
     check: Tensor,
     *,
-    optimizer: optim.Optimizer,
+    optimizer: optim.Optimizer | None,
 ) -> str:
     """Insert the block exactly; then, if a line search found a step, move it there. Returns words for the step."""
     with FlopCounter() as counter:

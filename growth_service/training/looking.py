@@ -1,16 +1,24 @@
-"""When and at what a trial looks: the probe after a stage, and what it will cost."""
+"""When and at what a trial looks: the probe after a stage, what it will cost, and what steps would make of it."""
 
+import copy
+import logging
 from dataclasses import asdict
 from typing import Any
 
-from growth_service.core.policies import Sight, sight_of
+from growth_service.core.decisions import SizeAfter
+from growth_service.core.policies import BudgetAware, Policy, Sight, sight_of
 from growth_service.core.schedule import GrowthSchedule
+from growth_service.core.steps import Change
+from growth_service.errors import GrowthError
+from growth_service.models.flops import flops_per_sample
 from growth_service.probing import SaturationReport, probe
 from growth_service.probing.probe import Estimate, estimate_flops
 from growth_service.training.batches import chunks_of
 from growth_service.training.evaluate import CHUNK, loss_sum
-from growth_service.training.growing import candidates
+from growth_service.training.growing import candidates, take_step
 from growth_service.training.state import TrialState
+
+logger = logging.getLogger(__name__)
 
 
 def look(state: TrialState, schedule: GrowthSchedule, *, last: bool) -> SaturationReport | None:
@@ -31,18 +39,62 @@ def look(state: TrialState, schedule: GrowthSchedule, *, last: bool) -> Saturati
     )
 
 
+def sizes_after(state: TrialState, policy: Policy) -> tuple[SizeAfter, ...]:
+    """What the network would be after each step that the policy considers; steps that it cannot take are left out."""
+    if not isinstance(policy, BudgetAware):
+        return ()
+    return tuple(found for step in policy.steps if (found := _size_after(state, step)) is not None)
+
+
+def _size_after(state: TrialState, step: Change) -> SizeAfter | None:
+    """Take the step on a copy."""
+    model, train = copy.deepcopy(state.model), state.splits.train
+    try:
+        taken = take_step(
+            model,
+            (step,),
+            decided_after=state.stage,
+            seed=state.config.seed,
+            optimizer=None,
+            train=train,
+            subset=state.subset,
+            ridge=state.config.probe["ridge"],
+            fold_limit=state.config.probe["train_samples"],
+            ranks=state.ranks,
+        )
+    except GrowthError as error:
+        logger.info("Not considering %s: %s", step, error)
+        return None
+    params = sum(p.numel() for p in model.parameters())
+    return SizeAfter(
+        change=step,
+        params=params,
+        flops_per_sample=flops_per_sample(model.train(), train.inputs[:1]).train,
+        flops=taken.flops,
+    )
+
+
 def look_settings(schedule: GrowthSchedule, *, last: bool) -> dict[str, Any] | None:
     """What the policy says about the look after the present stage, as plain JSON; None where there is none."""
     sight = _sight(schedule, last=last)
     return None if sight is None else asdict(sight) | {"axes": list(sight.axes)}
 
 
-def look_estimate(state: TrialState, schedule: GrowthSchedule, *, last: bool) -> Estimate:
-    """FLOPs that the next look will cost at most, and the cost of finding out; zeros where there is none."""
-    inputs = _inputs(state, _sight(schedule, last=last))
-    if inputs is None:
+def look_estimate(state: TrialState, schedule: GrowthSchedule, *, last: bool, until: int) -> Estimate:
+    """FLOPs that the next look will cost at most, and the cost of finding out; no FLOPs where there is no look.
+
+    Args:
+        state: The trial.
+        schedule: Whose policy looks.
+        last: Whether nothing comes after the stage.
+        until: FLOPs that the trial will have spent after it: a policy may leave out a look that is dear beside them.
+    """
+    sight = _sight(schedule, last=last)
+    inputs = _inputs(state, sight)
+    if sight is None or inputs is None:
         return Estimate(flops=0, cost=0)
-    return estimate_flops(state.model, loss=loss_sum, reduction="sum", **inputs)
+    found = estimate_flops(state.model, loss=loss_sum, reduction="sum", **inputs)
+    return found if found.flops <= sight.most_share * until else Estimate(flops=0, cost=found.cost)
 
 
 def _inputs(state: TrialState, sight: Sight | None) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from growth_service.core.schedule import GrowthSchedule
 from growth_service.errors import NotFiniteError, UserError
 from growth_service.models.sites import size_of
 from growth_service.probing import SaturationReport
+from growth_service.probing.probe import Estimate
 from growth_service.training.augment import augmented
 from growth_service.training.batches import DataPosition, next_indices, shards_of
 from growth_service.training.evaluate import Evaluation, evaluate, loss_sum
@@ -146,7 +147,7 @@ class Stage:
             state.save(f"{self.number:03d}-jumpboard", jumpboard=True)
         elif old is not None:
             self._floor = old.loss_train
-        estimate = look_estimate(state, self.schedule, last=self.extent.last)
+        estimate = self._estimate()
         self._look_flops = estimate.flops
         state.flops_probe += estimate.cost
         self._pay(estimate.cost)
@@ -215,15 +216,16 @@ class Stage:
             look_flops: What its look will cost at most; None: find out.
         """
         state = self.state
-        look_flops = (
-            look_estimate(state, self.schedule, last=self.extent.last).flops if look_flops is None else look_flops
-        )
+        look_flops = self._estimate().flops if look_flops is None else look_flops
         evaluations: int = state.cost.forward * (self._evaluated("train") + self._evaluated("val"))
         room, others = self.room(), already + evaluations + look_flops
         share = min(room, self.extent.until - state.budget.spent_flops)
         per_batch: int = self.config.training["batch_size"] * state.cost.train
         at_least = 1 if room - others >= per_batch else 0
         return max(at_least, (share - others) // per_batch)
+
+    def _estimate(self) -> Estimate:
+        return look_estimate(self.state, self.schedule, last=self.extent.last, until=self.extent.until)
 
     def _train(self) -> None:
         """Train for as many global batches as the stage pays for."""
@@ -297,6 +299,8 @@ class Stage:
     def _look(self) -> SaturationReport | None:
         """Probe, where the policy looks and the budget pays for it."""
         state = self.state
+        if self._look_flops == 0:
+            return None
         if self._look_flops > self.room() - self.spent:
             self.blind = True
             return None

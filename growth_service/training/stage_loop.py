@@ -27,6 +27,7 @@ from growth_service.models.sites import sites
 from growth_service.training.config import TrialConfig
 from growth_service.training.evaluate import evaluate
 from growth_service.training.gradients import ShardedGradients
+from growth_service.training.looking import sizes_after
 from growth_service.training.ranks import Ranks, check_world, weights_digest
 from growth_service.training.sharing import claim_of, is_shareable, key_of, take_over
 from growth_service.training.stage import Stage, StageEndError
@@ -142,7 +143,10 @@ class StageLoop:
             params=record.params,
             targets_seen=record.targets_seen,
             targets_available=state.splits.train.targets.numel(),
+            targets_per_sample=state.targets_per_sample,
+            targets_per_step=self.config.training["batch_size"] * state.targets_per_sample,
             flops_per_sample=record.flops_per_sample,
+            sizes_after=sizes_after(state, self.schedule.policy),
             sites=tuple(s.path for s in sites(state.model)),
             seed=self.config.seed,
         )
@@ -187,9 +191,16 @@ class StageLoop:
             budget=state.budget.to_dict(),
             digest=weights_digest(state.model),
             flops_wasted=state.flops_wasted,
+            flops_reused=flops_reused(state.history),
         )
         state.write_final(final)
         return final
+
+
+def flops_reused(history: list[StageRecord]) -> int:
+    """FLOPs of the stages that were taken over."""
+    before = [0, *(r.flops_total for r in history)]
+    return sum(r.flops_total - spent for r, spent in zip(history, before, strict=False) if r.reused)
 
 
 def _past(record: StageRecord) -> Past:

@@ -195,7 +195,7 @@ def test_pruned_and_failed_trials_never_block_the_next(storage):
 
 def test_optuna_suggests_schedules_beside_the_listed_ones(storage):
     data = job_data(storage, name="suggested", search__schedules=[{"use": "scratch", "name": "scratch", **SMALL}])
-    data["search"] |= {"suggest": {"space": "joint_space", "trials": 2, "seed": 1}, "stages": 2}
+    data["search"] |= {"suggest": {"space": "certified_space", "trials": 2, "seed": 1}, "stages": 2}
     result = run_job(parse_job(data, source="test"))
     assert [t.trial for t in result.trials] == ["scratch", "suggested-01", "suggested-02"]
     assert result.failed == []

@@ -12,7 +12,7 @@ from growth_service.training.datasets import prepare
 from tests.factories import stage_record
 from tests.jobs import small_job
 
-SUGGEST = {"space": "joint_space", "trials": 5, "seed": 3}
+SUGGEST = {"space": "certified_space", "trials": 5, "seed": 3}
 
 
 class Seen:
@@ -161,7 +161,7 @@ def test_a_cause_that_is_known_later_explains_only_what_was_unexplained(tmp_path
 
 def test_a_journal_of_other_suggestions_is_refused(tmp_path):
     study = Study(small_job(tmp_path, search__suggest=SUGGEST))
-    study.folder.append_journal({"number": 0, "arguments": {"use": "joint", "data_share": 0.123}})
+    study.folder.append_journal({"number": 0, "arguments": {"use": "certified", "data_share": 0.123}})
     for name in ("scratch", "joint", "late"):
         study.live.next_trial()
         study.finish(name)
@@ -271,7 +271,7 @@ def test_a_study_budget_below_one_trial_is_refused(tmp_path):
         resources.study_budget(small_job(tmp_path, budget__study="1 GFLOP"))
 
 
-@pytest.mark.parametrize("grow", [{"use": "one_shot_late", "add_units": 3}, {"use": "joint", "units": 3}])
+@pytest.mark.parametrize("grow", [{"use": "one_shot_late", "add_units": 3}, {"use": "certified", "units": 3}])
 def test_steps_that_could_not_be_taken_are_refused_before_anything_starts(tmp_path, grow):
     job = small_job(tmp_path, search__schedules=[grow | {"name": "odd", "blocks": [1, 1], "hidden": [8, 8]}])
     data = prepare("digits", seed=0, target=tmp_path / "data")

@@ -72,7 +72,7 @@ def test_a_wrong_value_is_refused_with_place_value_and_what_is_allowed(override,
         ("search.schedules.0.blcks=[1]", r"search\.schedules\.0 \(scratch\): blcks: unknown key; did you mean 'blocks'"),
         ("search.schedules.0.blocks=[-1, 1]", r"search\.schedules\.0 \(scratch\): blocks\.0: .*greater than or equal to 0"),
         ("search.schedules.5.tolerance=-1 nats", r"'-1 nats' must be a finite amount above zero"),
-        ("search.schedules.5.axes=[hight]", r"search\.schedules\.5 \(joint\): axes\.0: input should be 'depth', 'width' or 'data'"),
+        ("search.schedules.5.axes=[hight]", r"search\.schedules\.5 \(certified\): axes\.0: input should be 'depth', 'width' or 'data'"),
     ],
 )  # fmt: skip
 def test_a_wrong_schedule_is_refused_with_its_place(override, message):

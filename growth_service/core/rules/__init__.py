@@ -3,7 +3,8 @@
 from typing import assert_never
 
 from growth_service.core.decisions import Decision, Grow, Reading, Stop, TrainOn
-from growth_service.core.policies import FixedSteps, Policy, RandomSite, SignalGuided, Triggered
+from growth_service.core.policies import BudgetAware, FixedSteps, Policy, RandomSite, SignalGuided, Triggered
+from growth_service.core.rules.budgeted import decide_budgeted
 from growth_service.core.rules.certified import decide_certified
 from growth_service.core.rules.triggered import decide_random_site, decide_triggered
 
@@ -30,6 +31,8 @@ def decide(reading: Reading, policy: Policy) -> Decision:
             return decide_triggered(reading, policy)
         case SignalGuided():
             return decide_certified(reading, policy)
+        case BudgetAware():
+            return decide_budgeted(reading, policy)
         case _:
             assert_never(policy)
 

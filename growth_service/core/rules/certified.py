@@ -2,7 +2,7 @@
 
 from growth_service.core.decisions import CandidateReading, Decision, Grow, Reading, Stop, TrainOn
 from growth_service.core.policies import SignalGuided
-from growth_service.core.steps import AddBlock, AddData, AddUnits
+from growth_service.core.steps import AddBlock, AddData, AddUnits, Axis
 
 
 def decide_certified(reading: Reading, policy: SignalGuided) -> Decision:
@@ -12,13 +12,32 @@ def decide_certified(reading: Reading, policy: SignalGuided) -> Decision:
     decomposition of Cheng et al. 2026: a gain on training that does not transfer calls for data.
     """
     tol = reading.tolerance_nats
-    found = sorted(reading.candidates, key=lambda c: (c.path, c.kind))  # ties do not depend on the order of looking
+    found = _in_order(reading)
     if not found:
         return TrainOn(reason="no site was probed")
-    more_data = _data_step(reading, policy)
-    highest = max(found, key=lambda c: c.gain_upper)
+    more_data = data_step(reading, axes=policy.axes, factor=policy.data_factor)
+    settled = settled_by_certificates(reading, more_data)
+    if settled is not None:
+        return settled
+    useful = [c for c in found if c.verdict == "useful"]
+    if useful:
+        return _grow_useful(useful, policy, more_data, tolerance=tol)
+    reason = (
+        f"undetermined: no candidate is certain above the tolerance of {tol:.3g} nats (largest lower limit "
+        f"{max(c.gain_lower for c in found):.3g}), nor all below it (largest upper limit "
+        f"{max(c.gain_upper for c in found):.3g})"
+    )
+    return TrainOn(reason=reason)
+
+
+def settled_by_certificates(reading: Reading, more_data: AddData | None) -> Decision | None:
+    """What certificates settle whatever training on would bring: nothing helps any more, or only data does."""
+    tol, found = reading.tolerance_nats, _in_order(reading)
+    if not found:
+        return None
     open_ = [c for c in found if c.verdict != "saturated"]
     if not open_:
+        highest = max(found, key=lambda c: c.gain_upper)
         reason = (
             f"saturated: at all {len(found)} candidates the predicted gain is below the tolerance of "
             f"{tol:.3g} nats (largest upper limit {highest.gain_upper:.3g} at {highest.path})"
@@ -33,14 +52,12 @@ def decide_certified(reading: Reading, policy: SignalGuided) -> Decision:
         if more_data is not None:
             return Grow(changes=(more_data,), reason=f"{finding}: more of this data is left, add it")
         return Stop(cause="no_transferable_gain", reason=f"no transferable gain: {finding}")
-    useful = [c for c in found if c.verdict == "useful"]
-    if useful:
-        return _grow_useful(useful, policy, more_data, tolerance=tol)
-    reason = (
-        f"undetermined: no candidate is certain above the tolerance of {tol:.3g} nats (largest lower limit "
-        f"{max(c.gain_lower for c in found):.3g}), nor all below it (largest upper limit {highest.gain_upper:.3g})"
-    )
-    return TrainOn(reason=reason)
+    return None
+
+
+def _in_order(reading: Reading) -> list[CandidateReading]:
+    """Ties do not depend on the order of looking."""
+    return sorted(reading.candidates, key=lambda c: (c.path, c.kind))
 
 
 def _grow_useful(
@@ -73,8 +90,8 @@ def _grow_useful(
     return Grow(changes=(AddUnits(block=chosen.path, units=policy.units),), reason=finding)
 
 
-def _data_step(reading: Reading, policy: SignalGuided) -> AddData | None:
+def data_step(reading: Reading, *, axes: tuple[Axis, ...], factor: float) -> AddData | None:
     """The next larger training subset, or None where all data is in use or data may not grow."""
-    if "data" not in policy.axes or reading.data_share >= 1.0:
+    if "data" not in axes or reading.data_share >= 1.0:
         return None
-    return AddData(share=min(1.0, reading.data_share * policy.data_factor))
+    return AddData(share=min(1.0, reading.data_share * factor))
