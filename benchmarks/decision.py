@@ -37,7 +37,7 @@ from growth_service.training.datasets import prepare_for
 from growth_service.training.evaluate import CHUNK, loss_sum
 from growth_service.training.growing import candidates
 from growth_service.training.ranks import Ranks, one_thread
-from growth_service.training.stage_loop import run_trial
+from growth_service.training.stage_loop import StageLoop, run_trial
 
 FORKS: dict[str, tuple[Change, ...]] = {
     "train_on": (),
@@ -100,11 +100,9 @@ class Recorder:
 
     def evaluation(self) -> int:
         """FLOPs of the evaluations of one stage of the initial network."""
-        job = self.job(self.cap)
-        planned = plan.planned_trials(job)[0]
-        loop = plan.fresh_loop(job, planned, data=self.data, folder=self.scratch)
-        num = len(loop.state.splits.val.targets) + job.training.evaluate_samples
-        return num * loop.state.cost.forward
+        loop = StageLoop(self.config("nowhere", [round(self.cap)], {}), ranks=Ranks())
+        num = len(loop.state.splits.val.targets) + loop.config.training["evaluate_samples"]
+        return int(num * loop.state.cost.forward)
 
     def trial(
         self, name: str, ends: list[int], steps: dict[int, tuple[Change, ...]]
@@ -256,6 +254,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "steps at the end": ("one", "steps"),
     "steps, targets per parameter": ("one", "steps", "targets per parameter"),
     "steps, targets per parameter, gap": ("one", "steps", "targets per parameter", "gap"),
+    "targets per parameter, gap": ("one", "targets per parameter", "gap"),
 }
 SIGNALS = ("transfer gain", "predicted gain", "transfer of units", "kappa", "cosine")
 

@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 def run(path: Path, seed: int, overrides: list[str]) -> list[Row]:
     """All listed trials of a job with one seed."""
-    job = load_job(path, overrides=[f"seed={seed}", *overrides])
+    job = load_job(path, overrides=[f"seed={seed}", "cache.enabled=false", *overrides])
     rows = []
     with tempfile.TemporaryDirectory(prefix="growth-bench-") as scratch:
         folder = Path(scratch)

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from growth_service.core.judging import Rule, RuleName
 from growth_service.core.rates import Rewarm, Shape
 from growth_service.core.units import Dimension, parse_quantity
 from growth_service.errors import JobFileError, UserError
@@ -228,10 +229,30 @@ class SearchSpec(_Spec):
 class SchedulerSpec(_Spec):
     """When a trial is pruned in favour of others."""
 
+    rule: RuleName = "law"
+    """``law``: even an optimistic learning curve would not reach what a finished trial reached. ``ratio``: a loss many
+    times the best at no more compute. ``median``, ``asha``: the well-known ones. ``none``."""
+    optimism: Annotated[Number, Field(ge=1, le=10)] = 1.5
+    """Power by which improvements still to come may exceed the best that was seen (``law``)."""
+    margin: Annotated[Number, Field(ge=0, le=1)] = 0.02
+    """Share by which the optimistic loss must miss the best (``law``)."""
     prune_ratio: Annotated[Number, Field(gt=1)] = 3.0
-    """Prune when the validation loss is more than this many times the best at no more compute."""
-    grace_share: Annotated[Number, Field(ge=0, le=1)] = 0.5
+    """Prune when the validation loss is more than this many times the best at no more compute (``ratio``)."""
+    reduction: Annotated[int, Field(ge=2, le=16)] = 3
+    """One trial of so many goes on at each rung (``asha``)."""
+    grace_share: Annotated[Number, Field(ge=0, le=1)] = 0.25
     """Share of a trial's budget before which it is never pruned."""
+
+    def of_budget(self, flops: float) -> Rule:
+        """The rule for trials of this budget."""
+        return Rule(
+            name=self.rule,
+            optimism=self.optimism,
+            margin=self.margin,
+            prune_ratio=self.prune_ratio,
+            reduction=self.reduction,
+            grace_flops=int(self.grace_share * flops),
+        )
 
 
 class ResourcesSpec(_Spec):

@@ -1,6 +1,7 @@
 """Small jobs, and what their trials do when they run alone in this process."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def job_data(storage: Path, **changes: Any) -> dict[str, Any]:
                 {"use": "one_shot_late", "name": "late", **SMALL, "add_units": 4, "add_channels": 4},
             ],
         },
-        "scheduler": {"prune_ratio": 1000.0},
+        "scheduler": {"rule": "none"},
         "storage": str(storage),
     }
     for key, value in changes.items():
@@ -62,7 +63,9 @@ def alone(job: JobSpec, folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {
         trial.name: [
             record.comparable()
-            for record in run_trial(plan.trial_config(job, trial, data=data, folder=folder), ranks=Ranks())
+            for record in run_trial(
+                replace(plan.trial_config(job, trial, data=data, folder=folder), cache=None), ranks=Ranks()
+            )
         ]
         for trial in plan.planned_trials(job)
     }

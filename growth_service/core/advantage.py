@@ -2,9 +2,9 @@
 
 The advantage of a step is log(loss of training on / loss of growing first), both trained with all that is left of the
 budget and annealed. It is predicted by a line for each kind of step, fitted by least squares on recorded forks
-(``benchmarks/decision.py``; ``docs/benchmarks/decision.md`` says what was tried): it rises with the optimiser steps
-that the grown network will have seen at the end, with its training targets per parameter, and with the
-generalisation gap where the step is one of width.
+(``benchmarks/decision.py``; ``docs/benchmarks/decision.md`` says what was tried). It rises with the training targets
+that each parameter of the grown network will have seen at the end; for steps of width also with the gain that
+certificates predict for a new block, or, where nobody looked, with the generalisation gap.
 """
 
 import math
@@ -13,8 +13,6 @@ from statistics import NormalDist
 
 from growth_service.core.decisions import Reading, SizeAfter
 from growth_service.core.steps import Change, Deepen, Widen
-
-LARGEST_GAP = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,22 +25,29 @@ class Outlook:
     """Training targets that it will have seen, per parameter."""
     gap: float
     """Share of the validation loss that the training loss is below it now."""
+    predicted_gain: float | None = None
+    """Largest gain that a new block promises to first order, as a share of the validation loss; None: nobody looked."""
 
     @property
-    def features(self) -> tuple[float, float, float, float]:
-        """Of the line: one, two logarithms, and the gap within [0, 1]."""
-        gap = min(max(self.gap, 0.0), LARGEST_GAP)
-        return (1.0, math.log(max(self.steps, 1.0)), math.log(max(self.targets_per_param, 1e-9)), gap)
+    def features(self) -> tuple[float, float, float, float, float]:
+        """Of a line: one, two logarithms, and two shares within [0, 1]."""
+        return (
+            1.0,
+            math.log(max(self.steps, 1.0)),
+            math.log(max(self.targets_per_param, 1e-9)),
+            _share(self.gap),
+            _share(self.predicted_gain or 0.0),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
     """A linear prediction and the spread of what it leaves."""
 
-    weights: tuple[float, float, float, float]
-    """Of one, log steps, log targets per parameter, gap."""
+    weights: tuple[float, float, float, float, float]
+    """Of one, log steps, log targets per parameter, gap, predicted gain."""
     sd: float
-    """Root mean square of its errors on workloads that it was not fitted on."""
+    """Mean absolute error on workloads that it was not fitted on, as the standard deviation of a normal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,21 +63,27 @@ class Advantage:
 
 
 LINES: dict[str, Line] = {
-    "depth*2": Line(weights=(-0.130, 0.000, 0.032, 0.0), sd=0.08),
-    "stack*2": Line(weights=(-0.170, 0.000, 0.040, 0.0), sd=0.09),
-    "width*1.5": Line(weights=(-0.202, 0.022, 0.014, 0.107), sd=0.06),
-    "width*2": Line(weights=(-0.270, 0.029, 0.020, 0.220), sd=0.07),
+    "depth*2": Line(weights=(-0.063, 0.0, 0.019, 0.0, 0.0), sd=0.085),
+    "stack*2": Line(weights=(-0.107, 0.0, 0.028, 0.0, 0.0), sd=0.122),
+    "width*1.5": Line(weights=(-0.121, 0.0, 0.025, 0.0, 0.171), sd=0.077),
+    "width*2": Line(weights=(-0.166, 0.0, 0.032, 0.0, 0.269), sd=0.099),
 }
 """Fitted lines by step, as ``benchmarks/decision.py fit`` prints them."""
+BLIND_LINES: dict[str, Line] = LINES | {
+    "width*1.5": Line(weights=(-0.126, 0.010, 0.018, 0.167, 0.0), sd=0.097),
+    "width*2": Line(weights=(-0.114, 0.004, 0.028, 0.279, 0.0), sd=0.115),
+}
+"""The same where nobody looked."""
 
 
-def line_for(change: Change) -> Line | None:
+def line_for(change: Change, *, seeing: bool) -> Line | None:
     """The line of a step: that of the recorded step of its kind whose factor is nearest; None for other kinds."""
+    lines = LINES if seeing else BLIND_LINES
     match change:
         case Deepen(exact=exact):
-            return LINES["depth*2" if exact else "stack*2"]
+            return lines["depth*2" if exact else "stack*2"]
         case Widen(times=times):
-            return LINES["width*1.5" if times < math.sqrt(3) else "width*2"]
+            return lines["width*1.5" if times < math.sqrt(3) else "width*2"]
         case _:
             return None
 
@@ -81,17 +92,23 @@ def outlook(reading: Reading, size: SizeAfter) -> Outlook:
     """Where the network would be at the end of the budget after a step."""
     left = max(0, reading.budget_flops - reading.spent_flops - size.flops)
     targets = reading.targets_seen + left / max(size.flops_per_sample, 1) * reading.targets_per_sample
-    gap = (reading.loss_val - reading.loss_train) / reading.loss_val if reading.loss_val > 0 else 0.0
+    loss = max(reading.loss_val, 1e-12)
+    gains = [c.gain for c in reading.candidates if c.kind == "depth" and not math.isnan(c.gain)]
     return Outlook(
         steps=targets / reading.targets_per_step,
         targets_per_param=targets / max(size.params, 1),
-        gap=gap,
+        gap=(reading.loss_val - reading.loss_train) / loss,
+        predicted_gain=max(gains) / loss if gains else None,
     )
 
 
 def advantage(change: Change, at: Outlook) -> Advantage | None:
     """Predicted advantage of a step over training on; None where no such step was recorded."""
-    line = line_for(change)
+    line = line_for(change, seeing=at.predicted_gain is not None)
     if line is None:
         return None
     return Advantage(mean=sum(w * f for w, f in zip(line.weights, at.features, strict=True)), sd=line.sd)
+
+
+def _share(value: float) -> float:
+    return min(max(value, 0.0), 1.0)

@@ -91,6 +91,8 @@ class CandidateReading:
     """eta, in [0, 1]."""
     added_flops: int
     """Forward and backward FLOPs per training sample that the step adds."""
+    gain: float = math.nan
+    """Point estimate of the predicted gain; may be negative."""
 
     @classmethod
     def from_certificate(cls, certificate: dict[str, Any]) -> "CandidateReading":
@@ -110,6 +112,7 @@ class CandidateReading:
             transfer_upper=number("transfer_ucl", math.inf),
             realisable=number("eta", 0.0),
             added_flops=certificate["added_flops"],
+            gain=number("predicted_gain", math.nan),
         )
 
 

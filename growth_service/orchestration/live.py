@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from growth_service.core.budget import Budget
-from growth_service.core.decisions import decision_from_dict, decision_to_dict
+from growth_service.core.decisions import Stop, decision_to_dict
 from growth_service.core.records import FinalRecord, StageRecord, TrialRecord
 from growth_service.errors import WorkFailedError
 from growth_service.orchestration.plan import PlannedTrial, suggested_trial, trial_config
@@ -73,12 +73,11 @@ class LiveStudy:
         self.planned: dict[str, PlannedTrial] = {}
         self.stages: dict[str, dict[int, StageRecord]] = {}
         self.done: dict[str, TrialRecord] = {}
-        self.decisions: list[dict[str, Any]] = []
+        self._verdicts: dict[tuple[str, int], Verdict] = {}
         self.referee = Referee(
             wave_size=wave_size,
             deterministic=job.search.deterministic,
-            prune_ratio=job.scheduler.prune_ratio,
-            grace_flops=int(job.scheduler.grace_share * job.budget.trial),
+            rule=job.scheduler.of_budget(job.budget.trial),
         )
         for trial in listed:
             self.referee.enlist(trial.name, index=trial.index)
@@ -227,23 +226,26 @@ class LiveStudy:
 
     def _publish(self, verdicts: list[Verdict]) -> None:
         for verdict in verdicts:
-            entry = {"trial": verdict.trial, "stage": verdict.stage, "decision": decision_to_dict(verdict.decision)}
-            if entry not in self.decisions:
-                self.decisions.append(entry)
+            self._verdicts.setdefault((verdict.trial, verdict.stage), verdict)
             self._post(verdict)
 
     def _known_verdicts(self, record: StageRecord) -> list[Verdict]:
         """The verdict that a repeated record got before, if it has one."""
+        known = self._verdicts.get((record.trial, record.stage))
+        return [] if known is None else [known]
+
+    @property
+    def decisions(self) -> list[dict[str, Any]]:
+        """All verdicts in the order in which they were given, as plain JSON."""
         return [
-            Verdict(d["trial"], d["stage"], decision_from_dict(d["decision"]))
-            for d in self.decisions
-            if (d["trial"], d["stage"]) == (record.trial, record.stage)
+            {"trial": v.trial, "stage": v.stage, "decision": decision_to_dict(v.decision)}
+            for v in self._verdicts.values()
         ]
 
     @property
     def pruned(self) -> list[str]:
         """Trials that the scheduler ended."""
-        return [d["trial"] for d in self.decisions if d["decision"]["kind"] == "stop"]
+        return [v.trial for v in self._verdicts.values() if isinstance(v.decision, Stop)]
 
 
 def register(study_id: str, study: LiveStudy) -> None:

@@ -52,6 +52,22 @@ def test_trials_on_ray_leave_the_records_of_trials_that_run_alone(study, storage
     assert recorded(study.to_dict()) == alone(small_job(storage), tmp_path)
 
 
+def test_a_study_without_the_cache_leaves_the_same_records(study, tmp_path):
+    job = small_job(tmp_path, cache={"enabled": False})
+    other = run_job(job)
+    assert recorded(other.to_dict()) == recorded(study.to_dict())
+    assert other.saved_flops == 0
+    assert not (tmp_path / "stages").exists()
+
+
+def test_another_study_takes_over_what_was_run(study, storage, tmp_path):
+    again = run_job(small_job(tmp_path, cache={"folder": str(storage / "stages")}))
+    assert recorded(again.to_dict()) == recorded(study.to_dict())
+    assert all(s.reused for t in again.trials for s in t.stages)
+    tests_only = sum(t.final.flops_total - t.stages[-1].flops_total for t in again.trials)
+    assert again.budget.spent_flops == tests_only  # the evaluations on test are done again
+
+
 def test_insertions_and_widenings_changed_no_output(study):
     receipts = [r for t in study.trials for s in t.stages for r in s.receipts if r["kind"] in ("insert", "widen")]
     assert {r["kind"] for r in receipts} == {"insert", "widen"}
@@ -64,7 +80,8 @@ def test_insertions_and_widenings_changed_no_output(study):
 def test_the_budget_of_study_and_trials_balances(study):
     for budget in [study.budget.to_dict(), *(s.budget for t in study.trials for s in t.stages)]:
         assert budget["spent_flops"] + budget["reserved_flops"] + budget["free_flops"] == budget["total_flops"]
-    assert study.budget.spent_flops == sum(t.final.flops_total for t in study.trials)
+    assert study.budget.spent_flops + study.saved_flops == sum(t.final.flops_total for t in study.trials)
+    assert study.saved_flops > 0  # the first stage of two schedules is the same
 
 
 def test_mlflow_has_one_parent_and_a_nested_child_a_trial(runs):

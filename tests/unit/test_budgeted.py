@@ -71,8 +71,22 @@ def test_the_gap_is_a_share_of_the_validation_loss():
 def test_features_stay_finite_at_the_ends():
     found = Outlook(steps=0.0, targets_per_param=0.0, gap=-3.0).features
     assert all(map(math.isfinite, found))
-    assert found[-1] == 0.0
-    assert Outlook(steps=1.0, targets_per_param=1.0, gap=7.0).features == (1.0, 0.0, 0.0, 1.0)
+    assert found[-2:] == (0.0, 0.0)
+    at = Outlook(steps=1.0, targets_per_param=1.0, gap=7.0, predicted_gain=0.4)
+    assert at.features == (1.0, 0.0, 0.0, 1.0, 0.4)
+
+
+def test_the_predicted_gain_is_the_largest_of_a_block_as_a_share_of_the_loss():
+    found = (candidate(gain=0.3), candidate(gain=0.6), candidate(kind="width", gain=1.2))
+    assert outlook(reading(candidates=found), SIZES[0]).predicted_gain == pytest.approx(0.4)
+    assert outlook(reading(candidates=(candidate(kind="width", gain=1.2),)), SIZES[0]).predicted_gain is None
+
+
+def test_certificates_that_promise_more_speak_for_width():
+    def promised(gain):
+        return advantage(Widen(), outlook(reading(candidates=(candidate(gain=gain),)), SIZES[2])).mean
+
+    assert promised(-0.1) == promised(0.0) < promised(0.5) < promised(1.5) == promised(9.0)
 
 
 # --- the lines --------------------------------------------------------------------------------------
@@ -90,14 +104,15 @@ def test_features_stay_finite_at_the_ends():
     ],
 )
 def test_a_step_has_the_line_of_the_nearest_recorded_one(change, line):
-    assert line_for(change) is model.LINES[line]
+    assert line_for(change, seeing=True) is model.LINES[line]
+    assert line_for(change, seeing=False) is model.BLIND_LINES[line]
 
 
 def test_a_step_that_was_never_recorded_has_no_advantage():
     assert advantage(AddBlock(site="stem"), outlook(reading(), SIZES[0])) is None
 
 
-@pytest.mark.parametrize("line", list(model.LINES.values()), ids=list(model.LINES))
+@pytest.mark.parametrize("line", [*model.LINES.values(), *model.BLIND_LINES.values()])
 def test_more_steps_and_more_targets_for_each_parameter_never_speak_against_growing(line):
     assert min(line.weights[1:3]) >= 0
     assert max(line.weights[1:3]) > 0
@@ -124,21 +139,21 @@ def test_a_network_that_saw_much_grows_and_one_that_saw_little_trains_on():
 
 def test_the_step_with_the_largest_advantage_is_taken(monkeypatch):
     for winner in ("depth*2", "width*1.5", "width*2"):
-        lines = {k: replace(v, weights=(0.2 if k == winner else 0.1, 0, 0, 0)) for k, v in model.LINES.items()}
-        monkeypatch.setattr(model, "LINES", lines)
+        lines = {k: replace(v, weights=(0.2 if k == winner else 0.1, 0, 0, 0, 0)) for k, v in model.LINES.items()}
+        monkeypatch.setattr(model, "BLIND_LINES", lines)
         (change,) = decide(reading(), POLICY).changes
         assert str(change) == winner
 
 
 def test_of_two_equal_steps_the_first_axis_is_preferred(monkeypatch):
-    same = {k: replace(v, weights=(0.1, 0, 0, 0), sd=0.05) for k, v in model.LINES.items()}
-    monkeypatch.setattr(model, "LINES", same)
+    same = {k: replace(v, weights=(0.1, 0, 0, 0, 0), sd=0.05) for k, v in model.LINES.items()}
+    monkeypatch.setattr(model, "BLIND_LINES", same)
     assert decide(reading(), POLICY).changes == (Deepen(),)
 
 
 def test_confidence_holds_a_step_back(monkeypatch):
     monkeypatch.setattr(
-        model, "LINES", {k: replace(v, weights=(0.05, 0, 0, 0), sd=0.1) for k, v in model.LINES.items()}
+        model, "BLIND_LINES", {k: replace(v, weights=(0.05, 0, 0, 0, 0), sd=0.1) for k, v in model.LINES.items()}
     )
     assert isinstance(decide(reading(), POLICY), Grow)
     assert isinstance(decide(reading(), replace(POLICY, confidence=0.8)), TrainOn)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from growth_service.core.certificate import Gains, candidate_verdict, network_verdict
 from growth_service.core.decisions import (
+    Anneal,
     CandidateReading,
     Grow,
     Reading,
@@ -20,7 +21,6 @@ from growth_service.core.decisions import (
     decision_to_dict,
     tolerance_nats,
 )
-from growth_service.core.judging import Standing, judge
 from growth_service.core.policies import FixedSteps, SignalGuided
 from growth_service.core.rules import decide
 from growth_service.core.steps import AddBlock, AddData, AddUnits
@@ -377,105 +377,6 @@ def test_a_data_step_always_adds_data(found, tolerance, share):
     assert all(share < more <= 1.0 for more in added)
 
 
-# --- judging across trials ------------------------------------------------------------------------
-
-MINE = Standing(trial="mine", flops=1000, loss_val=0.6)
-
-
-def rival(flops, loss, trial="other"):
-    return Standing(trial=trial, flops=flops, loss_val=loss)
-
-
-def judged(finished, standing=MINE, prune_ratio=1.5, grace_flops=100):
-    return judge(standing, finished, prune_ratio=prune_ratio, grace_flops=grace_flops)
-
-
-def test_a_trial_far_behind_a_finished_one_at_no_more_compute_is_pruned():
-    assert judged([rival(900, 0.39)]) == Stop(
-        cause="pruned",
-        reason="validation loss 0.6 at 1e+03 FLOPs against 0.39 of other at 900: more than 1.5 times as high",
-    )
-
-
-def test_a_trial_within_the_ratio_goes_on():
-    assert judged([rival(900, 0.41)]) == TrainOn(
-        reason="validation loss 0.6 at 1e+03 FLOPs against 0.41 of other at 900: within a factor of 1.5"
-    )
-
-
-def test_a_trial_exactly_at_the_ratio_goes_on():
-    # 0.75 = 1.5 * 0.5 without rounding.
-    assert isinstance(judged([rival(900, 0.5)], standing=rival(1000, 0.75)), TrainOn)
-
-
-def test_a_rival_at_equal_compute_counts():
-    assert isinstance(judged([rival(1000, 0.1)]), Stop)
-
-
-def test_a_rival_at_more_compute_does_not_count():
-    assert judged([rival(1001, 0.1)]) == TrainOn(reason="nothing finished to compare mine with at its compute yet")
-
-
-def test_nothing_is_pruned_where_nothing_has_finished():
-    assert judged([]) == TrainOn(reason="nothing finished to compare mine with at its compute yet")
-
-
-def test_nothing_is_pruned_in_its_grace():
-    assert isinstance(judged([rival(900, 0.1)], grace_flops=1001), TrainOn)
-
-
-def test_grace_ends_at_its_compute():
-    assert isinstance(judged([rival(900, 0.1)], grace_flops=1000), Stop)
-
-
-def test_the_best_rival_is_the_measure_wherever_it_stands_in_the_list():
-    for finished in (
-        [rival(900, 0.1, "good"), rival(500, 0.9, "bad")],
-        [rival(500, 0.9, "bad"), rival(900, 0.1, "good")],
-    ):
-        assert "against 0.1 of good at 900" in judged(finished).reason
-
-
-def test_ties_between_rivals_go_to_the_first_name():
-    assert "of a at" in judged([rival(900, 0.1, "b"), rival(900, 0.1, "a")]).reason
-
-
-def test_a_finished_trial_without_a_loss_hides_no_rival():
-    for finished in (
-        [rival(900, math.nan, "x"), rival(900, 0.1, "y")],
-        [rival(900, 0.1, "y"), rival(900, math.nan, "x")],
-    ):
-        assert isinstance(judged(finished), Stop)
-
-
-STANDINGS = st.builds(
-    Standing, trial=st.sampled_from("abcdef"), flops=st.integers(0, 5000), loss_val=st.floats(0.0, 10.0)
-)
-
-
-@given(st.lists(STANDINGS, min_size=1, max_size=8), st.floats(1.0, 5.0), st.integers(0, 5000))
-def test_the_best_finished_trial_is_never_pruned(finished, prune_ratio, grace_flops):
-    best = min(finished, key=lambda s: s.loss_val)
-    assert isinstance(judge(best, finished, prune_ratio=prune_ratio, grace_flops=grace_flops), TrainOn)
-
-
-@given(STANDINGS, st.lists(STANDINGS, max_size=8), st.floats(1.0, 5.0), st.randoms(use_true_random=False))
-def test_the_judgement_does_not_depend_on_the_order_of_finished_trials(standing, finished, prune_ratio, random):
-    assume(len({(s.trial, s.loss_val) for s in finished}) == len(finished))
-    shuffled = list(finished)
-    random.shuffle(shuffled)
-    assert judge(standing, shuffled, prune_ratio=prune_ratio, grace_flops=0) == judge(
-        standing, finished, prune_ratio=prune_ratio, grace_flops=0
-    )
-
-
-@given(STANDINGS, st.lists(STANDINGS, max_size=8), st.floats(1.0, 5.0), st.floats(1.0, 3.0), st.integers(0, 5000))
-def test_a_larger_ratio_or_grace_never_prunes_more(standing, finished, ratio, more, grace):
-    lenient = judge(standing, finished, prune_ratio=ratio * more, grace_flops=grace + 100)
-    if isinstance(lenient, Stop):
-        assert isinstance(judge(standing, finished, prune_ratio=ratio, grace_flops=grace), Stop)
-
-
 # --- decisions as data ----------------------------------------------------------------------------
 
 
@@ -486,6 +387,7 @@ def test_a_larger_ratio_or_grace_never_prunes_more(standing, finished, ratio, mo
         Grow(changes=(AddBlock(site="a", inner="copy"), AddUnits(block="b", units=8), AddData(share=0.5)), reason="r"),
         Grow(changes=(), reason=""),
         Stop(cause="saturated", reason="r"),
+        Anneal(cause="overfitting", reason="r"),
     ],
 )
 def test_a_decision_survives_json(decision):
@@ -498,6 +400,7 @@ def test_a_decision_survives_json(decision):
         (TrainOn(reason="r"), "train_on"),
         (Grow(changes=(), reason="r"), "grow"),
         (Stop(cause="pruned", reason="r"), "stop"),
+        (Anneal(cause="saturated", reason="r"), "anneal"),
     ],
 )
 def test_the_dict_of_a_decision_is_plain_json_with_its_kind(decision, kind):

@@ -1,12 +1,13 @@
 import itertools
 
 from growth_service.core.decisions import Stop, TrainOn
+from growth_service.core.judging import Rule
 from growth_service.orchestration.referee import Referee
 from tests.factories import stage_record
 
 
 def referee(*, deterministic: bool = True, wave_size: int = 2) -> Referee:
-    judge = Referee(wave_size=wave_size, deterministic=deterministic, prune_ratio=2.0, grace_flops=0)
+    judge = Referee(wave_size=wave_size, deterministic=deterministic, rule=Rule(name="ratio", prune_ratio=2.0))
     for index, trial in enumerate("abcd"):
         judge.enlist(trial, index=index)
     return judge
@@ -61,3 +62,26 @@ def test_a_failed_trial_still_lets_the_next_wave_be_judged():
     judge.hear_end("b")
     (verdict,) = judge.hear(record("c", loss=9.0))
     assert isinstance(verdict.decision, TrainOn)
+
+
+def test_a_wave_is_closed_only_when_all_its_trials_are_known():
+    """A searcher may name the second trial of a wave after the first has ended, on a machine with few cores."""
+    judge = Referee(wave_size=2, deterministic=True, rule=Rule(name="ratio", prune_ratio=2.0))
+    judge.enlist("a", index=0)
+    judge.hear(record("a", loss=1.0))
+    judge.hear_end("a")
+    judge.enlist("b", index=1)
+    (verdict,) = judge.hear(record("b", loss=9.0))
+    assert isinstance(verdict.decision, TrainOn)  # not compared with its own wave
+
+
+def test_a_trial_is_judged_by_all_its_records():
+    judge = Referee(wave_size=1, deterministic=True, rule=Rule(optimism=1.0, margin=0.0))
+    for index, trial in enumerate("ab"):
+        judge.enlist(trial, index=index)
+    for stage, loss in enumerate((2.0, 1.0, 0.9)):
+        judge.hear(record("a", loss=loss, stage=stage))
+    judge.hear_end("a")
+    decisions = [judge.hear(record("b", loss=loss, stage=s))[0].decision for s, loss in enumerate((2.0, 1.9))]
+    assert isinstance(decisions[0], TrainOn)  # one record has no slope: nothing is known
+    assert "could at best become" in decisions[1].reason
