@@ -34,6 +34,7 @@ RIVALS = {
     "plateau": {"use": "plateau"},
     "ag_plateau": {"use": "ag_plateau"},
     "tokens_per_param": {"use": "tokens_per_param"},
+    "width_early": {"use": "width_only", "factor": 2.0, "steps": 1, "until_share": 1 / 64},
     "joint": {"use": "joint"},
     "joint-depth": {"use": "joint", "axes": ["depth"]},
 }

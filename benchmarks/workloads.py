@@ -41,7 +41,7 @@ def _text(**data: Any) -> dict[str, Any]:
         "data": {"context": 64, "limits": {"probe": 512, "val": 512, "test": 1024}} | data,
         "model": {"family": "gpt", "heads": 4},
         "training": {"batch_size": 12, "evaluate_samples": 256},
-        "probe": {"samples": 512, "train_samples": 512},
+        "probe": {"samples": 128, "train_samples": 128},
     }
 
 

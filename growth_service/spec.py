@@ -232,7 +232,7 @@ class SchedulerSpec(_Spec):
     rule: RuleName = "law"
     """``law``: even an optimistic learning curve would not reach what a finished trial reached. ``ratio``: a loss many
     times the best at no more compute. ``median``, ``asha``: the well-known ones. ``none``."""
-    optimism: Annotated[Number, Field(ge=1, le=10)] = 1.5
+    optimism: Annotated[Number, Field(ge=1, le=10)] = 1.25
     """Power by which improvements still to come may exceed the best that was seen (``law``)."""
     margin: Annotated[Number, Field(ge=0, le=1)] = 0.02
     """Share by which the optimistic loss must miss the best (``law``)."""
@@ -240,7 +240,7 @@ class SchedulerSpec(_Spec):
     """Prune when the validation loss is more than this many times the best at no more compute (``ratio``)."""
     reduction: Annotated[int, Field(ge=2, le=16)] = 3
     """One trial of so many goes on at each rung (``asha``)."""
-    grace_share: Annotated[Number, Field(ge=0, le=1)] = 0.25
+    grace_share: Annotated[Number, Field(ge=0, le=1)] = 0.1
     """Share of a trial's budget before which it is never pruned."""
 
     def of_budget(self, flops: float) -> Rule:

@@ -30,6 +30,8 @@ class Block(nn.Module):
     """Children that write its hidden units; none: single units cannot be removed."""
     unit_norms: ClassVar[tuple[str, ...]] = ()
     """Children that are norms over its hidden units."""
+    units_read: str | None = None
+    """Child whose input new units of a widened block read; None: they read what the block reads."""
     _config: dict[str, Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -167,6 +167,7 @@ class TransformerBlock(_Attending):
         if gated:
             self.unit_writers = ("gate", "inner")
         self.stream_readers = ("query", "key", "value", *self.unit_writers)
+        self.units_read = None if parallel else "mlp_norm"
         self.project = nn.Linear(heads * head_dim + hidden, width, bias=bias)
         zero(self.project)
 
@@ -184,18 +185,33 @@ class TransformerBlock(_Attending):
         return tapped if self._parallel else torch.cat([tapped, self._units(self.mlp_norm(z))], dim=-1)
 
     def forward(self, z: Tensor) -> Tensor:
-        """The branch: zero at birth. Same shape as ``z``."""
+        """The branch: zero at birth. Same shape as ``z``.
+
+        A sequential block applies what it was widened by itself: all units read the stream and the outputs of all
+        heads, as those of a block that was built as wide do.
+        """
         if self._parallel:
             return super().forward(z)
         split = self.query.out_features
         weight = self.project.weight
         heads = self._attend(self.attn_norm(z))
         attention = nn.functional.linear(heads, weight[:, :split])
-        units = self._units(self.mlp_norm(z + attention))
+        wider = list(getattr(self, "widened", {}).values())
+        new_heads = [branch(z) for branch in wider if isinstance(branch, HeadsBlock)]
+        for delta in new_heads:
+            attention = attention + delta
+        attended = z + attention
+        units = self._units(self.mlp_norm(attended))
         if self.project._forward_pre_hooks or self.project._forward_hooks:  # who listens must hear all that it writes
-            whole: Tensor = self.project(torch.cat([heads, units], dim=-1))
-            return whole
-        return attention + nn.functional.linear(units, weight[:, split:], self.project.bias)
+            out: Tensor = self.project(torch.cat([heads, units], dim=-1))
+            for delta in new_heads:
+                out = out + delta
+        else:
+            out = attention + nn.functional.linear(units, weight[:, split:], self.project.bias)
+        for branch in wider:
+            if not isinstance(branch, HeadsBlock):
+                out = out + branch(attended)
+        return out
 
     @property
     def hidden(self) -> int:

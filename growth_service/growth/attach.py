@@ -60,7 +60,9 @@ def _apply_grown(module: Any, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _apply_widened(module: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Forward hook: add the extra units of a block, which read what the block reads."""
+    """Forward hook: add the extra units of a block, which read what the block reads; some blocks do so themselves."""
+    if module.units_read is not None:
+        return output
     for branch in module.widened.values():
         output = output + branch(args[0])
     return output

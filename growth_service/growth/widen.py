@@ -33,8 +33,8 @@ def widen(
 ) -> Receipt:
     """Add hidden units or attention heads to the block at ``site``, leaving the function as it is.
 
-    The branch reads the block's input through a copy of the block's norm. The units of a sequential
-    transformer block read the stream plus attention; new ones read the stream.
+    The branch reads the block's input through a copy of the block's norm. The units of a sequential transformer block,
+    old and new, read the stream plus the outputs of all heads, new ones too.
 
     Args:
         model: The network.

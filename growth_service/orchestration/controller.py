@@ -10,9 +10,9 @@ from ray import tune
 
 from growth_service.core.decisions import decision_to_dict
 from growth_service.core.records import StageRecord, TrialRecord
+from growth_service.core.referee import Verdict
 from growth_service.errors import ResourceError
 from growth_service.orchestration import board, live, plan, resources, storage
-from growth_service.orchestration.referee import Verdict
 from growth_service.orchestration.result import StudyResult
 from growth_service.orchestration.runtime import DRIVER_MEMORY_BYTES
 from growth_service.orchestration.scheduler import FailureListener, SaturationScheduler, last_error_line

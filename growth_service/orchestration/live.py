@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from growth_service.core.budget import Budget
 from growth_service.core.decisions import Stop, decision_to_dict
 from growth_service.core.records import FinalRecord, StageRecord, TrialRecord
+from growth_service.core.referee import Referee, Verdict
 from growth_service.errors import WorkFailedError
 from growth_service.orchestration.plan import PlannedTrial, suggested_trial, trial_config
-from growth_service.orchestration.referee import Referee, Verdict
 from growth_service.orchestration.storage import StudyFolder
 from growth_service.spec import JobSpec
 from growth_service.tracking.base import Tracker

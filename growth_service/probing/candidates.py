@@ -37,6 +37,9 @@ class Candidate:
     of the candidate, so they are taken from the network's own forward pass. None: they are computed."""
     name: str = ""
     """Tells several candidates at one site apart, for example where their inner weights come from."""
+    reads: str | None = None
+    """Path of the module whose input new units read in place of that of ``path``: units of a sequential transformer
+    block read the stream and attention. None: the input of ``path``."""
     added_flops: int | None = None
     """FLOPs that it would add to a training sample; None: those of the block, counted."""
 

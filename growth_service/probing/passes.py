@@ -68,7 +68,8 @@ class Pass:
         self._beside = [list(zip(c.beside, beside_of(model, c), strict=True)) for c in candidates]
         besides = [path for c in candidates for path in c.beside]
         shared = [f"{c.shared}.{c.block.tap}" for c in candidates if c.shared is not None]
-        self._listened = tuple(dict.fromkeys([*besides, *shared]))
+        reads = [c.reads for c in candidates if c.reads is not None]
+        self._listened = tuple(dict.fromkeys([*besides, *shared, *reads]))
         self._progress, self._sizes_every, self._first = progress, sizes_every, 0
         self._between_sites = bool(sizes_every) and not blocks_of(model)
         self._reading = frozenset(c.path for c in candidates if self._between_sites or c.kind != "depth")
@@ -136,7 +137,7 @@ class Pass:
         candidate = self.candidates[index]
         block, z = candidate.block, taps.stream[candidate.path].detach()
         work = next(block.parameters()).dtype
-        source = (z if candidate.kind == "depth" else taps.read[candidate.path]).to(work)
+        source = (z if candidate.kind == "depth" else taps.read[candidate.reads or candidate.path]).to(work)
         g = gradients.get(candidate.path)
         g = None if g is None else g.to(work)
         if not is_projected(block):

@@ -317,7 +317,9 @@ def _protocol(candidates: list[Candidate], *, ridge: float, tolerance: float | N
     digest = hashlib.sha256()
     for c in candidates:
         config = c.block.config() if is_projected(c.block) else type(c.block).__name__
-        digest.update(json.dumps([c.kind, c.path, c.beside, c.shared, c.name, config]).encode())
+        digest.update(
+            json.dumps([c.kind, c.path, c.beside, c.shared, c.name, config, *filter(None, [c.reads])]).encode()
+        )
         for parameter in c.block.parameters():
             bits = parameter.detach().cpu().contiguous()
             digest.update((bits.float() if bits.dtype == torch.bfloat16 else bits).numpy().tobytes())

@@ -23,9 +23,10 @@ from growth_service.models import build
 from growth_service.training.files import sha256_of, write_json
 from growth_service.training.layout import stage_folders
 
-FORMAT_VERSION = 2
-"""Written. 2 knows wider streams and removals; a log of 1 is one of 2 that has none."""
-_READABLE = (1, 2)
+FORMAT_VERSION = 3
+"""Written. 2 knows wider streams and removals; since 3 new units of a sequential transformer block read attention too.
+Logs of earlier formats are ones of 3 that have none of these."""
+_READABLE = (1, 2, 3)
 _FILES = ("weights.safetensors", "optimizer.safetensors", "streams.json", "history.json")
 _MANIFEST: dict[str, type] = {"base": dict, "growth_log": list, "sha256": dict}
 logger = logging.getLogger(__name__)
@@ -97,6 +98,12 @@ def load_checkpoint(folder: Path) -> Checkpoint:
                 f"{folder / name} is damaged or missing (its sha256 differs): use the checkpoint before it"
             )
     base = manifest["base"]
+    widened = any(r.get("kind") == "widen" and r["block"].get("type") != "conv" for r in manifest["growth_log"])
+    if version < FORMAT_VERSION and widened and base["spec"].get("family") == "gpt":
+        raise CheckpointError(
+            f"{folder} has checkpoint format {version} and units or heads that were added to a transformer block: what "
+            f"those read has changed in format {FORMAT_VERSION}; train the network anew"
+        )
     try:
         log = [Receipt.from_dict(r) for r in manifest["growth_log"]]
         model = rebuild(build(base["spec"], seed=base["seed"]), log)

@@ -6,7 +6,7 @@ from torch import nn
 
 from growth_service.blocks import Block, ConvBlock, TransformerBlock
 from growth_service.core.steps import AddBlock, AddChannels, AddHeads, AddUnits, Change, Deepen, Widen
-from growth_service.errors import UserError
+from growth_service.errors import SiteError, UserError
 from growth_service.models import resolve, sites
 from growth_service.models.sites import Site, blocks_of
 
@@ -92,9 +92,9 @@ def block_at(model: nn.Module, path: str) -> Block:
     """The block at a path.
 
     Raises:
-        UserError: If there is none.
+        SiteError: If there is none.
     """
     found = resolve(model, path)
     if not isinstance(found, Block):
-        raise UserError(f"{path!r} is no block of this network: use one of {', '.join(blocks_of(model))}")
+        raise SiteError(f"{path!r} is no block of this network: use one of {', '.join(blocks_of(model))}")
     return found

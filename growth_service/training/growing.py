@@ -41,7 +41,16 @@ def candidates(model: nn.Module, sight: Sight, *, stage: int, seed: int) -> list
     if "width" in sight.axes:
         for path in blocks_of(model):
             branch = new_branch(model, AddUnits(block=path, units=sight.units), stage=stage, seed=seed)
-            found.append(Candidate(path=path, block=branch, kind="width", beside=_projections_of(model, path)))
+            read = block_at(model, path).units_read
+            found.append(
+                Candidate(
+                    path=path,
+                    block=branch,
+                    kind="width",
+                    beside=_projections_of(model, path),
+                    reads=None if read is None else f"{path}.{read}",
+                )
+            )
     return found
 
 

@@ -2,7 +2,7 @@ import itertools
 
 from growth_service.core.decisions import Stop, TrainOn
 from growth_service.core.judging import Rule
-from growth_service.orchestration.referee import Referee
+from growth_service.core.referee import Referee
 from tests.factories import stage_record
 
 

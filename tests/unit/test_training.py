@@ -533,7 +533,7 @@ DAMAGES = {
     "a missing file": (lambda folder: (folder / "streams.json").unlink(), r"streams\.json is damaged or missing"),
     "a cut-off manifest": (lambda folder: cut_off(folder / "manifest.json"), "is no complete checkpoint: its manifest"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "is no complete checkpoint: its manifest"),
-    "a later format": (lambda folder: edit_manifest(folder, format_version=3), "format 3, this version reads 1, 2: update"),
+    "a later format": (lambda folder: edit_manifest(folder, format_version=4), "format 4, this version reads 1, 2, 3: update"),
     "another log": (lambda folder: edit_manifest(folder, growth_log=[]), "do not fit its growth log"),
     "an empty manifest": (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest"),
     "a manifest without hashes": (lambda folder: edit_manifest(folder, sha256=None), "manifest"),
