@@ -52,7 +52,7 @@ CAPS = {
     "planted": {16: 5e9, 64: 4e10},
 }
 """Most compute of one fork; the checkpoints are at a third, a ninth, ... of it."""
-REMAINING = (0.5, 2.0, 8.0)
+REMAINING = (0.5, 2.0, 8.0, 32.0)
 """Remaining compute of a fork over what was spent before it."""
 DECAY = 0.2
 EVALUATIONS = 8

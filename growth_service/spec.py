@@ -176,11 +176,16 @@ class ScheduleEntry(_Spec):
 class SuggestSpec(_Spec):
     """Further schedules, suggested by Optuna from a space."""
 
-    space: str
-    """A space of ``search_spaces``, for example ``joint_space``."""
+    space: str | dict[str, Any]
+    """A space of ``search_spaces`` (``joint_space``), ``package.module:function`` (an Optuna trial in, a schedule entry
+    out), or a mapping: ``{use: joint, confidence: {low: 0.3, high: 0.9}, inner: [copy, random]}``."""
     trials: Count
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of the sampler."""
+    sampler: Literal["tpe", "random", "grid"] = "tpe"
+    """``grid`` takes all combinations of a mapping of choices, in a shuffled order."""
+    objectives: Annotated[tuple[Literal["loss", "flops"], ...], Field(min_length=1, max_length=2)] = ("loss",)
+    """What is searched for: a low loss, or a low loss and little compute."""
 
 
 class SearchSpec(_Spec):

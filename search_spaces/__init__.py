@@ -4,8 +4,7 @@ The library ships mechanisms; what is grown when is picked here. A job file name
 (``use: joint``) and its arguments; :func:`resolve` turns the entry into a value.
 """
 
-import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from growth_service.core.schedule import GrowthSchedule
@@ -20,7 +19,10 @@ from search_spaces.baselines import (
     stacking,
     width_only,
 )
+from search_spaces.fixed import fixed
 from search_spaces.joint import certified, certified_space, joint, joint_space
+from search_spaces.loading import found
+from search_spaces.spaces import Space, space_from_mapping
 from search_spaces.triggered import ag_plateau, plateau, random_site, tokens_per_param
 
 _BUILDERS: tuple[Callable[..., GrowthSchedule], ...] = (
@@ -31,6 +33,7 @@ _BUILDERS: tuple[Callable[..., GrowthSchedule], ...] = (
     compound,
     one_shot_late,
     stacking,
+    fixed,
     plateau,
     ag_plateau,
     tokens_per_param,
@@ -51,10 +54,11 @@ def resolve(entry: ScheduleEntry, *, search: SearchSpec, where: str = "schedule"
     Raises:
         UserError: If the builder is unknown or an argument is wrong; names what is allowed.
     """
-    builder = _named(BUILDERS, entry.use, where=where, what="schedule builder")
+    builder = found(BUILDERS, entry.use, where=where, what="schedule builder")
     arguments = entry.arguments | {"name": entry.name, "num_stages": search.num_stages, "shares": search.shares}
     schedule = call_checked(builder, arguments, where=f"{where} ({entry.use})")
-    assert isinstance(schedule, GrowthSchedule)
+    if not isinstance(schedule, GrowthSchedule):
+        raise UserError(f"{where}: {entry.use} must return a GrowthSchedule, got a {type(schedule).__name__}")
     return schedule
 
 
@@ -69,19 +73,12 @@ def listed_schedules(job: JobSpec) -> list[GrowthSchedule]:
     ]
 
 
-def space(name: str) -> Callable[[Any], dict[str, Any]]:
-    """The define-by-run space of a name.
+def space(asked: str | Mapping[str, Any]) -> Space:
+    """The space that a job asks for: a name, ``package.module:function``, or a mapping.
 
     Raises:
-        UserError: If it is unknown.
+        UserError: If it is unknown, cannot be imported, or is no space.
     """
-    found: Callable[[Any], dict[str, Any]] = _named(SPACES, name, where="search.suggest.space", what="space")
-    return found
-
-
-def _named(known: dict[str, Any], name: str, *, where: str, what: str) -> Any:
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"{where}: unknown {what} {name!r}; {hint}use one of {', '.join(sorted(known))}")
-    return known[name]
+    if isinstance(asked, str):
+        return found(SPACES, asked, where="search.suggest.space", what="space")
+    return space_from_mapping(asked, where="search.suggest.space")

@@ -22,7 +22,7 @@ def joint(
     data_share: Share = 1.0,
     axes: tuple[Literal["depth", "stream", "data"], ...] = ("depth", "stream", "data"),
     width_factors: tuple[Annotated[float, Gt(1), Le(16)], ...] = (1.5, 2.0),
-    confidence: Annotated[float, Gt(0), Lt(1)] = 0.5,
+    confidence: Annotated[float, Gt(0), Lt(1)] = 0.55,
     inner: Inner = "copy",
     exact: bool = True,
     look: bool = True,

@@ -21,8 +21,7 @@ from growth_service.core.units import format_flops, format_seconds
 from growth_service.errors import UserError
 from growth_service.orchestration import resources, storage
 from growth_service.spec import JobSpec, load_job
-from search_spaces import listed_schedules
-from search_spaces import space as find_space
+from search_spaces import listed_schedules, space
 
 if TYPE_CHECKING:
     from growth_service.orchestration.result import StudyResult
@@ -113,7 +112,7 @@ def check_light(job: JobSpec) -> None:
     """
     listed_schedules(job)
     if job.search.suggest is not None:
-        find_space(job.search.suggest.space)
+        space(job.search.suggest.space)
     resources.check_resources(job, cpus=float(os.cpu_count() or 1))
     resources.study_budget(job)  # refuses one that could not pay for a single trial
 

@@ -134,8 +134,9 @@ class BudgetAware:
     units and heads that go with it."""
     width_factors: tuple[float, ...] = (1.5, 2.0)
     """Width steps that are considered."""
-    confidence: float = 0.5
-    """Probability with which a step has to be better than training on, in (0, 1)."""
+    confidence: float = 0.55
+    """Probability with which a step has to be better than training on, in (0, 1). The default has the lowest regret on
+    recorded forks of workloads that the prediction was not fitted on."""
     inner: Inner = "copy"
     """Inner weights of new blocks."""
     exact: bool = True

@@ -5,8 +5,11 @@ network when they are taken, so one value fits a network of any size.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from growth_service.errors import UserError
+
+_Number = TypeVar("_Number", int, float)
 Axis = Literal["depth", "width", "stream", "data"]
 """What may grow: blocks, hidden units and heads of blocks, channels of the residual stream, training samples."""
 Inner = Literal["random", "copy"]
@@ -138,3 +141,41 @@ def change_from_dict(data: dict[str, Any]) -> Change:
     fields = dict(data)
     kind = fields.pop("kind") if "kind" in fields else fields.pop("axis")
     return _KINDS[kind](**fields)
+
+
+def change_from_words(words: str) -> Change:
+    """Inverse of ``str``: ``depth*2``, ``width@groups.0.blocks.0.branch+8``, ``data@0.5``; new blocks are copies.
+
+    Raises:
+        UserError: If it is no step.
+    """
+    head, sign, tail = words.partition("*") if "*" in words else words.partition("@")
+    place, _, number = tail.rpartition("+")
+    try:
+        match head, sign:
+            case (("depth" | "stack"), "*"):
+                return Deepen(times=_at_least(int(tail), 2), exact=head == "depth")
+            case "width", "*":
+                return Widen(times=_at_least(float(tail), 1.01))
+            case "data", "@":
+                return AddData(share=_at_least(min(float(tail), 1.0), 0.001))
+            case "depth", "@" if tail:
+                return AddBlock(site=tail, inner="copy")
+            case "width", "@" if place:
+                return AddUnits(block=place, units=_at_least(int(number), 1))
+            case "heads", "@" if place:
+                return AddHeads(block=place, heads=_at_least(int(number), 1))
+            case "stream", "@" if place:
+                return AddChannels(site=place, channels=_at_least(int(number), 1))
+    except ValueError:
+        pass
+    raise UserError(
+        f"{words!r} is no step: use depth*2, stack*2, width*1.5, data@0.5, depth@SITE, width@BLOCK+8, heads@BLOCK+2 or "
+        "stream@SITE+16"
+    )
+
+
+def _at_least(value: _Number, lowest: float) -> _Number:
+    if not lowest <= value < 1e6:
+        raise ValueError(f"{value} is out of range")
+    return value

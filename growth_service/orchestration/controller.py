@@ -12,7 +12,7 @@ from growth_service.core.decisions import decision_to_dict
 from growth_service.core.records import StageRecord, TrialRecord
 from growth_service.core.referee import Verdict
 from growth_service.errors import ResourceError
-from growth_service.orchestration import board, live, plan, resources, storage
+from growth_service.orchestration import board, live, plan, resources, sampling, storage
 from growth_service.orchestration.result import StudyResult
 from growth_service.orchestration.runtime import DRIVER_MEMORY_BYTES
 from growth_service.orchestration.scheduler import FailureListener, SaturationScheduler, last_error_line
@@ -53,6 +53,7 @@ def prepare_study(job: JobSpec, folder: StudyFolder) -> dict[str, Any]:
     one_thread()  # also this process shares the cores with its trials
     data = prepare_for(job, folder.data)
     trials = plan.planned_trials(job)
+    sampling.rehearse_space(job)
     plan.check_networks(job, trials, data)
     plan.check_budgets(job, trials, data, folder=folder.path)
     return data

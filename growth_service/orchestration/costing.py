@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from growth_service.models.sites import size_of
-from growth_service.orchestration import plan, resources
+from growth_service.orchestration import plan, resources, sampling
 from growth_service.spec import JobSpec
 from growth_service.training.batches import next_indices, shards_of
 from growth_service.training.datasets import prepare_for
@@ -33,6 +33,7 @@ def cost_of(job: JobSpec, *, folder: Path) -> dict[str, Any]:
     one_thread()
     data = prepare_for(job, folder / "data")
     trials = plan.planned_trials(job)
+    sampling.rehearse_space(job)
     plan.check_networks(job, trials, data)
     first = plan.check_budgets(job, trials, data, folder=folder)
     listed = [_trial_cost(job, trial, data, folder, first[trial.name]) for trial in trials]

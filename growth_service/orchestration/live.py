@@ -40,7 +40,7 @@ class Observer(Protocol):
 class Suggester(Protocol):
     """The part of a searcher that the study needs."""
 
-    def tell(self, number: int, loss: float) -> None:
+    def tell(self, number: int, loss: float, flops: float = 0.0) -> None:
         """Note a result."""
 
     def ask(self, number: int) -> dict[str, Any] | None:
@@ -191,7 +191,8 @@ class LiveStudy:
         self.budget = self.budget.settle(reserved=self.trial_flops, spent=final.flops_total - final.flops_reused)
         number = planned.index - len(self._listed)
         if self._suggester is not None and number >= 0:
-            self._suggester.tell(number, final.loss_val if final.cause != "failed" else float("inf"))
+            loss = final.loss_val if final.cause != "failed" else float("inf")
+            self._suggester.tell(number, loss, float(final.flops_total))
         self.tracker.close_trial(record)
         self.observer.trial_done(record)
         self._publish(self.referee.hear_end(final.trial))

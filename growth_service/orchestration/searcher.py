@@ -7,14 +7,16 @@ same questions again and gets the same answers.
 
 from typing import Any
 
-import optuna
 from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
 
 from growth_service.errors import WorkFailedError
 from growth_service.orchestration import live
+from growth_service.orchestration.sampling import sampler_of
 from growth_service.spec import JobSpec
 from search_spaces import space
+
+_METRICS = {"loss": "loss_val", "flops": "flops"}
 
 
 class WaveSuggester:
@@ -23,19 +25,20 @@ class WaveSuggester:
     def __init__(self, job: JobSpec, *, wave_size: int) -> None:
         assert job.search.suggest is not None
         self._wave_size = wave_size
+        names = [_METRICS[o] for o in job.search.suggest.objectives]
         self._inner = OptunaSearch(
             space=space(job.search.suggest.space),
-            metric="loss_val",
-            mode="min",
-            sampler=optuna.samplers.TPESampler(seed=job.search.suggest.seed, n_startup_trials=wave_size),
+            metric=names if len(names) > 1 else names[0],
+            mode=["min"] * len(names) if len(names) > 1 else "min",
+            sampler=sampler_of(job.search.suggest, wave_size=wave_size),
         )
         self._asked: list[dict[str, Any]] = []
         self._told = 0
-        self._results: dict[int, float] = {}
+        self._results: dict[int, dict[str, float]] = {}
 
-    def tell(self, number: int, loss: float) -> None:
-        """Note the loss of suggestion ``number`` (infinite for a failed trial)."""
-        self._results[number] = loss
+    def tell(self, number: int, loss: float, flops: float = 0.0) -> None:
+        """Note loss and compute of suggestion ``number`` (an infinite loss for a failed trial)."""
+        self._results[number] = {"loss_val": loss, "flops": flops}
 
     def ask(self, number: int) -> dict[str, Any] | None:
         """Arguments of suggestion ``number``; None while an earlier wave is unfinished."""
@@ -43,8 +46,8 @@ class WaveSuggester:
         if any(k not in self._results for k in range(start_of_wave)):
             return None
         while self._told < start_of_wave:
-            loss = self._results[self._told]
-            self._inner.on_trial_complete(str(self._told), result={"loss_val": loss}, error=loss == float("inf"))
+            result = self._results[self._told]
+            self._inner.on_trial_complete(str(self._told), result=result, error=result["loss_val"] == float("inf"))
             self._told += 1
         while len(self._asked) <= number:
             config = self._inner.suggest(str(len(self._asked)))

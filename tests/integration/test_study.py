@@ -158,7 +158,7 @@ def test_the_growth_commands_of_the_readme_run(study, storage, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     shrink = (
         "--set budget.trial='6 GFLOP' --set search.stages=2 --set probe.samples=100 --set model.widths='[8, 16]' "
-        "--set search.schedules='[{use: joint, name: joint, blocks: [1, 1], hidden: [8, 8]}]'"
+        "--set search.schedules='[{use: certified, name: certified, blocks: [1, 1], hidden: [8, 8]}]'"
     )
     lines = [line.split("#")[0].strip() for line in (REPOSITORY / "README.md").read_text().splitlines()]
     commands = [line for line in lines if line.startswith("growth ")]
@@ -195,7 +195,7 @@ def test_pruned_and_failed_trials_never_block_the_next(storage):
         search__concurrent_trials=1,
         budget__trial="12 GFLOP",
         resources__max_worker_restarts=0,
-        scheduler={"prune_ratio": 1.5, "grace_share": 0.0},
+        scheduler={"rule": "ratio", "prune_ratio": 1.5, "grace_share": 0.0},
     )
     blocked = storage / "ends" / "trials" / "broken" / "stages"
     blocked.parent.mkdir(parents=True)

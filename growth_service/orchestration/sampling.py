@@ -1,0 +1,68 @@
+"""How Optuna samples a space of schedules. Knows no Ray."""
+
+import math
+from typing import Any
+
+import optuna
+
+from growth_service.core.streams import stream_seed
+from growth_service.errors import UserError
+from growth_service.orchestration.plan import suggested_trial
+from growth_service.spec import JobSpec, SuggestSpec
+from search_spaces import space
+from search_spaces.spaces import grid_of
+
+REHEARSALS = 16
+"""Draws from a space that are resolved before anything starts."""
+
+
+def sampler_of(suggest: SuggestSpec, *, wave_size: int) -> optuna.samplers.BaseSampler:
+    """The sampler that a job asks for.
+
+    Raises:
+        UserError: If a grid is asked for where there is none, or for more trials than it has.
+    """
+    match suggest.sampler:
+        case "random":
+            return optuna.samplers.RandomSampler(seed=suggest.seed)
+        case "grid":
+            if isinstance(suggest.space, str):
+                raise UserError("search.suggest: sampler grid needs the space as a mapping of choices, not a function")
+            choices = grid_of(suggest.space)
+            size = math.prod(len(values) for values in choices.values())
+            if suggest.trials > size:
+                raise UserError(f"search.suggest.trials {suggest.trials} is more than the {size} points of the grid")
+            return optuna.samplers.GridSampler(choices, seed=suggest.seed)
+        case _:
+            return optuna.samplers.TPESampler(seed=suggest.seed, n_startup_trials=wave_size)
+
+
+def rehearse_space(job: JobSpec) -> None:
+    """Draw from the job's space and resolve what comes: a space that yields illegal schedules shows here.
+
+    Raises:
+        UserError: Naming the argument that is wrong.
+    """
+    suggest = job.search.suggest
+    if suggest is None:
+        return
+    drawing = space(suggest.space)
+    sampler_of(suggest, wave_size=1)
+    study = optuna.create_study(
+        sampler=optuna.samplers.RandomSampler(seed=stream_seed(suggest.seed, "rehearsal") % 2**32)
+    )
+    for number in range(min(REHEARSALS, 4 * suggest.trials)):
+        arguments = _drawn(drawing, study.ask(), suggest.space)
+        suggested_trial(job, index=number, arguments=arguments)
+
+
+def _drawn(drawing: Any, trial: optuna.Trial, name: Any) -> dict[str, Any]:
+    try:
+        arguments = drawing(trial)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"search.suggest.space: {name} failed ({type(error).__name__}: {error})") from error
+    if not isinstance(arguments, dict) or "use" not in arguments:
+        raise UserError(f"search.suggest.space: {name} must return a mapping with use, got {arguments!r}")
+    return arguments

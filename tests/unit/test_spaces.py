@@ -1,0 +1,241 @@
+"""Spaces and schedules that a user writes: in words, as mappings, as functions of their own."""
+
+import sys
+
+import optuna
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from growth_service.core.policies import BudgetAware, FixedSteps, RandomSite, Triggered
+from growth_service.core.schedule import GrowthSchedule
+from growth_service.core.steps import (
+    AddBlock,
+    AddChannels,
+    AddData,
+    AddHeads,
+    AddUnits,
+    Deepen,
+    Widen,
+    change_from_words,
+)
+from growth_service.errors import UserError
+from growth_service.orchestration.sampling import rehearse_space, sampler_of
+from growth_service.orchestration.searcher import WaveSuggester
+from growth_service.spec import ScheduleEntry, SearchSpec, SuggestSpec
+from search_spaces import BUILDERS, resolve, space
+from tests.jobs import SMALL, small_job
+
+SEARCH = SearchSpec.model_validate({"schedules": [{"use": "scratch", "name": "x"}], "stages": [0.1, 0.2, 0.3, 0.4]})
+PATH = st.from_regex(r"\Agroups\.[0-9]\.blocks\.[0-9](\.branch)?\Z")
+
+
+def built(**entry):
+    return resolve(ScheduleEntry.model_validate({"name": "mine"} | SMALL | entry), search=SEARCH)
+
+
+# --- steps in words ---------------------------------------------------------------------------------
+
+
+@given(
+    st.one_of(
+        st.builds(Deepen, times=st.integers(2, 9), exact=st.booleans()),
+        st.builds(Widen, times=st.integers(2, 64).map(lambda n: 1 + n / 16)),
+        st.builds(AddData, share=st.integers(1, 100).map(lambda n: n / 100)),
+        st.builds(AddBlock, site=PATH, inner=st.just("copy")),
+        st.builds(AddUnits, block=PATH, units=st.integers(1, 999)),
+        st.builds(AddHeads, block=PATH, heads=st.integers(1, 99)),
+        st.builds(AddChannels, site=PATH, channels=st.integers(1, 999)),
+    )
+)
+def test_words_are_the_inverse_of_a_step_in_words(change):
+    assert change_from_words(str(change)) == change
+
+
+@pytest.mark.parametrize(
+    "words", ["", "depth", "depth*1", "depth*x", "width*1", "width@+8", "data@0", "data@x", "heads@a+0", "deep*2", "*2"]
+)
+def test_words_that_are_no_step_are_refused(words):
+    with pytest.raises(UserError, match="is no step: use depth"):
+        change_from_words(words)
+
+
+def test_a_fixed_schedule_is_a_list_of_steps_in_words():
+    schedule = built(use="fixed", steps={2: ["depth*2", "data@1.0"], 0: "width*1.5"}, data_share=0.5)
+    assert schedule.policy == FixedSteps(steps=((0, (Widen(times=1.5),)), (2, (Deepen(), AddData(share=1.0)))))
+
+
+def test_a_step_that_is_never_taken_is_refused():
+    with pytest.raises(UserError, match="a step after stage 3 is never taken"):
+        built(use="fixed", steps={3: "depth*2"})
+
+
+# --- builders ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - {"fixed"}))
+def test_every_builder_gives_a_schedule_on_the_stages_of_the_job(name):
+    schedule = built(use=name)
+    assert (schedule.num_stages, schedule.shares) == (4, (0.1, 0.2, 0.3, 0.4))
+    assert GrowthSchedule.from_dict(schedule.to_dict()) == schedule
+    wider = built(use=name, widths=[16, 32])
+    assert wider.initial.widths == (16, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "stages"),
+    [
+        ("width_only", {"steps": 1, "until_share": 0.1}, [0]),
+        ("width_only", {"steps": 2, "until_share": 0.6}, [1, 2]),
+        ("stacking", {"steps": 2, "until_share": 0.25}, [0, 1]),
+        ("compound", {"steps": 1, "until_share": 0.6}, [2]),
+        ("one_shot_late", {"at_share": 0.9}, [2]),
+        ("one_shot_late", {"at_share": 0.1}, [0]),
+    ],
+)
+def test_steps_at_a_share_of_the_budget_are_taken_where_stages_end(name, arguments, stages):
+    assert [when for when, _ in built(use=name, **arguments).policy.steps] == stages
+
+
+def test_compound_growth_takes_depth_width_and_data_together():
+    policy = built(use="compound", data_share=0.5).policy
+    assert policy.steps[0][1] == (Widen(times=1.5), Deepen(), AddData(share=1.0))
+
+
+def test_triggers_carry_their_number():
+    assert built(use="tokens_per_param", threshold=157).policy == Triggered(
+        trigger="tokens_per_param", threshold=157.0, changes=(Deepen(),)
+    )
+    assert len(built(use="plateau").policy.changes) == 2  # one block in each group
+    assert isinstance(built(use="random_site", steps=1).policy, RandomSite)
+
+
+def test_joint_hands_on_all_its_arguments():
+    policy = built(use="joint", axes=["stream"], width_factors=[1.25], confidence=0.8, exact=False, look=False,
+                   tolerance="0.1 nats", passes=2.0).policy  # fmt: skip
+    assert policy == BudgetAware(
+        axes=("stream",), width_factors=(1.25,), confidence=0.8, exact=False, look=False, tolerance_nats=0.1,
+        passes=2.0,
+    )  # fmt: skip
+
+
+# --- spaces ------------------------------------------------------------------------------------------
+
+
+def draws(asked, num=12):
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    return [space(asked)(study.ask()) for _ in range(num)]
+
+
+def test_a_mapping_is_a_space():
+    asked = {
+        "use": "joint",
+        "confidence": {"low": 0.3, "high": 0.9},
+        "inner": ["copy", "random"],
+        "axes": [["depth"], ["depth", "stream"]],
+        "passes": 2.0,
+    }
+    found = draws(asked)
+    assert all(0.3 <= f["confidence"] <= 0.9 and f["use"] == "joint" and f["passes"] == 2.0 for f in found)
+    assert {f["inner"] for f in found} == {"copy", "random"}
+    assert {len(f["axes"]) for f in found} == {1, 2}
+    for arguments in found:
+        assert isinstance(built(**arguments).policy, BudgetAware)
+
+
+def test_a_range_of_whole_numbers_stays_whole():
+    found = draws({"use": "stacking", "steps": {"low": 1, "high": 3}})
+    assert {type(f["steps"]) for f in found} == {int}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"inner": ["copy"]}, "needs use"),
+        ({"use": "joint", "confidence": {"low": 1.0, "high": 0.5}}, "low below high"),
+        ({"use": "joint", "confidence": {"low": 0.1}}, "low below high"),
+        ({"use": "joint", "confidence": {"low": 0.1, "high": 0.5, "lgo": True}}, "low below high"),
+        ({"use": "joint", "inner": []}, "at least one value"),
+        ("joint_spac", "did you mean 'joint_space'"),
+        ("no_such_module_here:f", "cannot be imported"),
+        ("json:no_such", "has no function 'no_such'"),
+    ],
+)
+def test_a_space_that_is_none_is_refused(asked, words):
+    with pytest.raises(UserError, match=words):
+        space(asked)
+
+
+def test_a_function_of_ones_own_is_found_in_the_present_folder(tmp_path, monkeypatch):
+    (tmp_path / "my_schedules.py").write_text(
+        "from search_spaces.baselines import scratch\n"
+        "def mine(*, name: str, num_stages: int, shares: tuple[float, ...] | None = None, blocks: tuple[int, ...],\n"
+        "         hidden: tuple[int, ...]):\n"
+        "    return scratch(name=name, num_stages=num_stages, shares=shares, blocks=blocks, hidden=hidden)\n"
+        "def number(*, name: str, num_stages: int, shares: tuple[float, ...] | None = None): return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert built(use="my_schedules:mine").policy == FixedSteps()
+    with pytest.raises(UserError, match="must return a GrowthSchedule, got a int"):
+        resolve(ScheduleEntry(use="my_schedules:number", name="x"), search=SEARCH)
+
+
+def suggesting(tmp_path, **suggest):
+    return small_job(tmp_path, search__suggest={"trials": 4} | suggest)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"use": "joint", "confidence": {"low": 0.5, "high": 2.0}}, "confidence: .*less than 1"),
+        ({"use": "joint", "confidnce": [0.5]}, "confidnce: unknown key"),
+        ({"use": "jiont"}, "did you mean 'joint'"),
+    ],
+)
+def test_a_space_that_yields_an_illegal_schedule_is_refused_before_anything_starts(asked, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        rehearse_space(suggesting(tmp_path, space=asked))
+
+
+def test_a_space_that_fails_is_refused_with_its_cause(tmp_path, monkeypatch):
+    (tmp_path / "broken_space.py").write_text("def broken(trial):\n    return 1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(UserError, match="broken_space:broken failed .ZeroDivisionError"):
+        rehearse_space(suggesting(tmp_path, space="broken_space:broken"))
+
+
+def test_a_grid_takes_each_combination_once(tmp_path):
+    mapping = {"use": "joint", "inner": ["copy", "random"], "passes": [1.0, 2.0]}
+    suggester = WaveSuggester(suggesting(tmp_path, space=mapping, sampler="grid"), wave_size=4)
+    found = {(a["inner"], a["passes"]) for a in (suggester.ask(n) for n in range(4))}
+    assert found == {(i, p) for i in ("copy", "random") for p in (1.0, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "trials", "words"),
+    [
+        ({"use": "joint", "passes": [1.0, 2.0]}, 3, "more than the 2 points"),
+        ({"use": "joint", "confidence": {"low": 0.1, "high": 0.5}}, 1, "confidence is a range"),
+        ("joint_space", 1, "not a function"),
+    ],
+)
+def test_a_grid_that_is_none_is_refused(mapping, trials, words):
+    with pytest.raises(UserError, match=words):
+        sampler_of(SuggestSpec(space=mapping, trials=trials, sampler="grid"), wave_size=1)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+@pytest.mark.parametrize("objectives", [["loss"], ["loss", "flops"]])
+def test_suggestions_repeat_with_their_seed(sampler, objectives, tmp_path):
+    def suggested():
+        job = suggesting(tmp_path, space="joint_space", sampler=sampler, objectives=objectives, seed=5)
+        suggester, found = WaveSuggester(job, wave_size=2), []
+        for number in range(6):
+            found.append(suggester.ask(number))
+            suggester.tell(number, 1.0 / (number + 1), 1e9 * number)
+        return found
+
+    assert suggested() == suggested()
+    assert all(a["use"] == "joint" for a in suggested())
