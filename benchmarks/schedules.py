@@ -17,7 +17,7 @@ from typing import NamedTuple
 from growth_service.core.records import FinalRecord, StageRecord
 from growth_service.orchestration import plan
 from growth_service.spec import load_job
-from growth_service.training.datasets import prepare
+from growth_service.training.datasets import prepare_for
 from growth_service.training.ranks import Ranks, one_thread
 from growth_service.training.stage_loop import run_trial
 
@@ -43,8 +43,7 @@ def run(path: Path, seed: int, overrides: list[str]) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory(prefix="growth-bench-") as scratch:
         folder = Path(scratch)
-        limits = {str(part): limit for part, limit in job.data.limits.items()}
-        data = prepare(job.data.name, folder=job.data.folder, seed=seed, target=folder / "data", limits=limits)
+        data = prepare_for(job, folder / "data")
         for trial in plan.planned_trials(job):
             began = time.process_time()
             stages: list[StageRecord] = []

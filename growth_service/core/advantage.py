@@ -14,6 +14,12 @@ from statistics import NormalDist
 from growth_service.core.decisions import Reading, SizeAfter
 from growth_service.core.steps import Change, Deepen, Widen
 
+LEAST_STEPS = 200
+"""Optimiser steps that have to be left after a step of growth: new parts learn nothing in fewer, and no fork had so
+few."""
+LEAST_TARGETS = 0.05
+"""Training targets per parameter at the end below which nothing was recorded."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
@@ -21,6 +27,8 @@ class Outlook:
 
     steps: float
     """Optimiser steps that it will have seen, those before the step too."""
+    steps_after: float
+    """Those of them that come after the step."""
     targets_per_param: float
     """Training targets that it will have seen, per parameter."""
     gap: float
@@ -91,11 +99,13 @@ def line_for(change: Change, *, seeing: bool) -> Line | None:
 def outlook(reading: Reading, size: SizeAfter) -> Outlook:
     """Where the network would be at the end of the budget after a step."""
     left = max(0, reading.budget_flops - reading.spent_flops - size.flops)
-    targets = reading.targets_seen + left / max(size.flops_per_sample, 1) * reading.targets_per_sample
+    after = left / max(size.flops_per_sample, 1) * reading.targets_per_sample
+    targets = reading.targets_seen + after
     loss = max(reading.loss_val, 1e-12)
     gains = [c.gain for c in reading.candidates if c.kind == "depth" and not math.isnan(c.gain)]
     return Outlook(
         steps=targets / reading.targets_per_step,
+        steps_after=after / reading.targets_per_step,
         targets_per_param=targets / max(size.params, 1),
         gap=(reading.loss_val - reading.loss_train) / loss,
         predicted_gain=max(gains) / loss if gains else None,
@@ -103,7 +113,9 @@ def outlook(reading: Reading, size: SizeAfter) -> Outlook:
 
 
 def advantage(change: Change, at: Outlook) -> Advantage | None:
-    """Predicted advantage of a step over training on; None where no such step was recorded."""
+    """Predicted advantage of a step over training on; None where nothing like it was recorded."""
+    if at.steps_after < LEAST_STEPS or at.targets_per_param < LEAST_TARGETS:
+        return None
     line = line_for(change, seeing=at.predicted_gain is not None)
     if line is None:
         return None

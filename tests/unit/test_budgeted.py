@@ -51,7 +51,7 @@ def seen_often(**changes):
 def test_the_outlook_spends_the_rest_of_the_budget_at_the_new_cost():
     at = outlook(reading(), SIZES[0])
     targets = 10_000 + (10**7 - 10**6) / 200
-    assert at == Outlook(steps=targets / 10, targets_per_param=targets / 2_000, gap=0.0)
+    assert at == Outlook(steps=targets / 10, steps_after=4_500.0, targets_per_param=targets / 2_000, gap=0.0)
 
 
 def test_the_cost_of_the_step_itself_is_taken_off():
@@ -69,10 +69,10 @@ def test_the_gap_is_a_share_of_the_validation_loss():
 
 
 def test_features_stay_finite_at_the_ends():
-    found = Outlook(steps=0.0, targets_per_param=0.0, gap=-3.0).features
+    found = Outlook(steps=0.0, steps_after=0.0, targets_per_param=0.0, gap=-3.0).features
     assert all(map(math.isfinite, found))
     assert found[-2:] == (0.0, 0.0)
-    at = Outlook(steps=1.0, targets_per_param=1.0, gap=7.0, predicted_gain=0.4)
+    at = Outlook(steps=1.0, steps_after=1.0, targets_per_param=1.0, gap=7.0, predicted_gain=0.4)
     assert at.features == (1.0, 0.0, 0.0, 1.0, 0.4)
 
 
@@ -130,7 +130,7 @@ def test_an_advantage_is_certain_to_a_degree():
 
 
 def test_a_network_that_saw_much_grows_and_one_that_saw_little_trains_on():
-    grown, trained = decide(seen_often(), POLICY), decide(reading(targets_seen=10, budget_flops=1_010_000), POLICY)
+    grown, trained = decide(seen_often(), POLICY), decide(reading(targets_seen=10, budget_flops=1_900_000), POLICY)
     assert isinstance(grown, Grow)
     assert isinstance(trained, TrainOn)
     for decision in (grown, trained):
@@ -183,7 +183,7 @@ def test_data_is_added_after_a_pass_over_the_subset(seen, adds):
 
 def overfitting(**changes):
     worse = (Past(loss_val=1.0, grew=False), Past(loss_val=1.1, grew=False))
-    return reading(targets_seen=10, budget_flops=1_010_000, past=worse, **changes)
+    return reading(targets_seen=10, budget_flops=1_900_000, past=worse, **changes)
 
 
 def test_a_network_that_gets_worse_ends_where_no_step_promises_anything():
@@ -199,6 +199,21 @@ def test_a_loss_within_its_noise_is_no_overfitting():
 def test_the_stage_after_a_step_may_end_worse():
     grown = (Past(loss_val=1.0, grew=True), Past(loss_val=1.1, grew=False))
     assert isinstance(decide(replace(overfitting(), past=grown), POLICY), TrainOn)
+
+
+@pytest.mark.parametrize("left", [100, 10**5])
+def test_a_step_that_leaves_too_little_training_is_not_considered(left):
+    now = seen_often(spent_flops=10**7 - left)
+    decision = decide(now, POLICY)
+    assert isinstance(decision, TrainOn)
+    assert "does not pay for any step" in decision.reason
+    worse = (Past(loss_val=1.0, grew=False), Past(loss_val=1.1, grew=False))
+    assert decide(replace(now, past=worse), POLICY).cause == "overfitting"
+
+
+def test_nothing_is_said_about_networks_far_larger_than_any_that_was_recorded():
+    huge = tuple(replace(s, params=10**9) for s in SIZES)
+    assert isinstance(decide(reading(sizes_after=huge, loss_train=0.1), POLICY), TrainOn)
 
 
 def test_without_steps_a_trial_trains_on():

@@ -24,7 +24,10 @@ def decide_budgeted(reading: Reading, policy: BudgetAware) -> Decision:
         return Grow(changes=(more_data,), reason=f"{seen:.1f} passes over the training subset in force: add data")
     judged = [(size, found) for size in reading.sizes_after if (found := _advantage(reading, size)) is not None]
     if not judged:
-        return TrainOn(reason="no step is open to this network")
+        if _overfits(reading):
+            reason = "training on makes the validation loss worse, and what is left does not pay for a step of growth"
+            return Stop(cause="overfitting", reason=reason)
+        return TrainOn(reason="what is left does not pay for any step of growth and the training after it")
     best, found = max(judged, key=lambda pair: pair[1].lower(policy.confidence))
     finding = _in_words(reading, best, found)
     if found.lower(policy.confidence) > 0:
