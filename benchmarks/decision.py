@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -188,6 +189,8 @@ class Fork(NamedTuple):
     advantage: float
     """log(loss of training on / loss of growing), held to +-0.3: beyond that a fork only says yes or no."""
     inputs: dict[str, float]
+    cell: tuple[Any, ...] = ()
+    """Checkpoint and remaining budget."""
 
 
 def forks_of(paths: list[Path]) -> list[Fork]:
@@ -202,7 +205,8 @@ def forks_of(paths: list[Path]) -> list[Fork]:
             continue
         advantage = math.log(other["loss"] / line["loss"])
         inputs = _inputs(line)
-        found.append(Fork(line["workload"], STEP_NAMES[line["fork"]], min(max(advantage, -0.3), 0.3), inputs))
+        cell = (*_cell(line), line["remaining"])
+        found.append(Fork(line["workload"], STEP_NAMES[line["fork"]], min(max(advantage, -0.3), 0.3), inputs, cell))
     return found
 
 
@@ -272,6 +276,43 @@ def fit(paths: list[Path]) -> None:
         for signal in SIGNALS:
             print(_row(f"the last, {signal}", mine, (*SETS["steps, targets per parameter, gap"], signal)))
             print(_row(f"targets per parameter at the end, {signal}", mine, ("one", "targets per parameter", signal)))
+    policy_regret(paths)
+
+
+def policy_regret(paths: list[Path], *, confidence: float = 0.55) -> None:
+    """What the whole policy (the best of three steps, or training on) loses against knowing, on a workload left out."""
+    chosen = {step: CHOSEN[step] for step in ("depth*2", "width*1.5", "width*2")}
+    cells: dict[tuple[str, Any], dict[str, Fork]] = {}
+    for fork in forks_of(paths):
+        cells.setdefault((fork.workload, fork.cell), {})[fork.step] = fork
+    whole = [(w, {s: c[s] for s in chosen}) for (w, _), c in cells.items() if set(chosen) <= set(c)]
+    print("\n### the policy, on each workload left out\n")
+    print("| workload | cells | regret | of never growing |\n|---|---|---|---|")
+    for left_out in sorted({w for w, _ in whole}):
+        lost, never = [], []
+        fitted = {}
+        for step, inputs in chosen.items():
+            known = [f for w, c in whole if w != left_out for f in (c[step],)]
+            line = _least_squares(known, inputs)
+            errors = [abs(float(line @ [f.inputs[i] for i in inputs]) - f.advantage) for f in known]
+            fitted[step] = (inputs, line, NormalDist().inv_cdf(confidence) * 1.25 * statistics.fmean(errors))
+        for _, cell in ((w, c) for w, c in whole if w == left_out):
+            lower = {
+                s: float(line @ [cell[s].inputs[i] for i in inputs]) - off for s, (inputs, line, off) in fitted.items()
+            }
+            taken = max(lower, key=lambda s: lower[s])
+            best = max(0.0, *(f.advantage for f in cell.values()))
+            lost.append(best - (cell[taken].advantage if lower[taken] > 0 else 0.0))
+            never.append(best)
+        print(f"| {left_out} | {len(lost)} | {statistics.fmean(lost):.4f} | {statistics.fmean(never):.4f} |")
+
+
+CHOSEN = {
+    "depth*2": ("one", "targets per parameter"),
+    "width*1.5": ("one", "targets per parameter", "predicted gain"),
+    "width*2": ("one", "targets per parameter", "predicted gain"),
+}
+"""Inputs that the default policy uses."""
 
 
 def _row(name: str, forks: list[Fork], inputs: tuple[str, ...]) -> str:
