@@ -40,6 +40,18 @@ WRONG = {
     "unknown family": (lambda d: d["model"].update(family="vgg"), "should be 'mlp', 'resnet' or 'gpt', got 'vgg'"),
     "unknown builder": (lambda d: d["search"]["schedules"][0].update(use="grid"), "unknown schedule builder 'grid'"),
     "unknown space": (lambda d: d["search"].update(suggest={"space": "x", "trials": 1}), "unknown space 'x'"),
+    "unknown objective": (
+        lambda d: d["search"].update(suggest={"space": "joint_space", "trials": 1, "objectives": ["accuracy"]}),
+        "should be 'loss' or 'flops', got 'accuracy'",
+    ),
+    "a builder that cannot be imported": (
+        lambda d: d["search"]["schedules"][0].update(use="no_such_module:grow"),
+        "schedule builder 'no_such_module:grow' cannot be imported",
+    ),
+    "a range that is none": (
+        lambda d: d["search"].update(suggest={"space": {"use": "joint", "confidence": {"low": 1}}, "trials": 1}),
+        "low below high",
+    ),
     "impossible resources": (
         lambda d: (d.update(resources={"workers": 64}), d["training"].update(batch_size=64, shards=64)),
         "a trial needs 64 CPUs",
@@ -67,6 +79,59 @@ def test_a_wrong_job_is_exit_2_with_one_clear_message_and_leaves_nothing(case, t
     assert not list((tmp_path / "runs").rglob("study.json"))
     # The bar is 3 s on an idle machine, where wall and CPU time agree; CPU time holds on a busy one too.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
+
+
+WRONG_IN_DETAIL = {
+    "a space that yields an illegal schedule": (
+        lambda d: d["search"].update(
+            suggest={"space": {"use": "joint", "confidence": {"low": 0.9, "high": 3.0}}, "trials": 1}
+        ),
+        "search.suggest (joint): confidence: input should be less than 1",
+    ),
+    "a budget smaller than one stage": (
+        lambda d: d["budget"].update(trial="1 MFLOP"),
+        "does not pay for one batch beside the evaluations and the probe of a stage",
+    ),
+    "a step at a place that is not there": (
+        lambda d: d["search"]["schedules"].append(
+            {"use": "fixed", "name": "x", "blocks": [1, 1], "hidden": [8, 8], "steps": {0: "depth@groups.7.entry"}}
+        ),
+        "schedule x: no module at path 'groups.7.entry': use one of",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_IN_DETAIL)
+def test_what_only_the_networks_show_is_exit_2_too_and_starts_nothing(case, tmp_path):
+    spoil, message = WRONG_IN_DETAIL[case]
+    data = job_data(tmp_path / "runs")
+    spoil(data)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(data))
+    found = growth("run", str(tmp_path / "job.yaml"))
+    assert (found.returncode, found.stdout) == (2, "")
+    assert message in " ".join(found.stderr.split())
+    assert "Traceback" not in found.stderr
+    assert not list((tmp_path / "runs").rglob("study.json"))
+
+
+def test_a_study_of_another_job_is_not_gone_on_with(tmp_path):
+    folder = tmp_path / "runs" / "small"
+    folder.mkdir(parents=True)
+    (folder / "study.json").write_text(json.dumps({"status": "running", "job": "another", "attempt": 1}))
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job_data(tmp_path / "runs")))
+    for flags, message in (([], "is unfinished"), (["--resume"], "was started with another job")):
+        found = growth("run", str(tmp_path / "job.yaml"), *flags)
+        assert found.returncode == 2
+        assert message in found.stderr
+
+
+def test_storage_that_cannot_be_written_is_exit_2(tmp_path):
+    (tmp_path / "taken").write_text("a file where the folder of studies should be")
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job_data(tmp_path / "taken")))
+    found = growth("run", str(tmp_path / "job.yaml"))
+    assert found.returncode == 2
+    assert "cannot be written" in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 @pytest.mark.parametrize(("text", "message"), [("", "is empty"), ("a: [1", "is not valid YAML at line")])
