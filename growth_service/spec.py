@@ -7,7 +7,7 @@ ends in one :class:`JobFileError` with a line a mistake: where, which value, wha
 import difflib
 import types
 from collections.abc import Callable
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
@@ -29,6 +29,8 @@ from growth_service.core.units import Dimension, parse_quantity
 from growth_service.errors import JobFileError, UserError
 
 MAX_JOB_BYTES = 1 << 20
+SUGGESTED = "suggested-"
+"""How names of suggested schedules begin."""
 FIXED_ARGUMENTS = ("name", "num_stages", "shares")
 """Arguments of a schedule builder that come from elsewhere in the job."""
 
@@ -203,6 +205,15 @@ class SearchSpec(_Spec):
     deterministic: bool = True
     """Decide across trials in a fixed order (waves of ``concurrent_trials``), so that the study repeats exactly."""
 
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _number_or_shares(cls, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 100:
+            return value
+        if isinstance(value, list | tuple) and 1 <= len(value) <= 100:
+            return value
+        raise ValueError(f"must be a number of stages from 1 to 100, or the share of each, got {value!r}")
+
     @field_validator("stages")
     @classmethod
     def _shares_sum_to_one(cls, value: int | tuple[float, ...]) -> int | tuple[float, ...]:
@@ -228,6 +239,9 @@ class SearchSpec(_Spec):
         doubled = sorted({n for n in names if names.count(n) > 1})
         if doubled:
             raise ValueError(f"schedule names must differ, {', '.join(doubled)} occurs more than once")
+        taken = [n for n in names if self.suggest is not None and n.startswith(SUGGESTED)]
+        if taken:
+            raise ValueError(f"schedule name {taken[0]!r} is one that suggested schedules get: choose another")
         return self
 
 
@@ -274,9 +288,10 @@ class CacheSpec(_Spec):
     """Finished stages that trials share: schedules that begin alike run their common beginning once."""
 
     enabled: bool = True
-    """Records are the same with it and without."""
+    """Records are the same with it and without. What is not spent again is free for further trials, where
+    ``budget.study`` limits how many run."""
     folder: str | None = None
-    """Where finished stages are; null: ``stages`` in ``storage``, for all its studies."""
+    """Where finished stages are; null: ``.stages`` in ``storage``, for all its studies."""
     limit: Bytes = 10 * 2.0**30
     """The stages that were not used for longest are dropped beyond this size."""
 
@@ -364,9 +379,10 @@ def call_checked(function: Callable[..., Any], arguments: dict[str, Any], *, whe
     Raises:
         UserError: If an argument is missing, unknown, or of the wrong type or range.
     """
+    parameters = _parameters(function, where=where)
     fields: dict[str, Any] = {
         name: (p.annotation, ... if p.default is p.empty else p.default)
-        for name, p in signature(function, eval_str=True).parameters.items()
+        for name, p in parameters.items()
         if name not in FIXED_ARGUMENTS
     }
     given = {k: v for k, v in arguments.items() if k not in FIXED_ARGUMENTS}
@@ -376,8 +392,40 @@ def call_checked(function: Callable[..., Any], arguments: dict[str, Any], *, whe
     except ValidationError as error:
         raise UserError("\n".join(f"{where}: {line}" for line in _explain(error, model))) from None
     values = {name: getattr(checked, name) for name in fields}
-    fixed = {k: arguments[k] for k in FIXED_ARGUMENTS if k in arguments}
+    fixed = {k: arguments[k] for k in FIXED_ARGUMENTS if k in arguments and k in parameters}
     return function(**values, **fixed)
+
+
+def _parameters(function: Callable[..., Any], *, where: str) -> dict[str, Parameter]:
+    """What a builder takes.
+
+    Raises:
+        UserError: If that cannot be told from its signature.
+    """
+    try:
+        found = dict(signature(function, eval_str=True).parameters)
+    except (NameError, TypeError, ValueError) as error:
+        raise UserError(f"{where}: the signature of {function.__name__} cannot be read ({error})") from error
+    for name, parameter in found.items():
+        variadic = parameter.kind in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+        if variadic or (parameter.annotation is Parameter.empty and name not in FIXED_ARGUMENTS):
+            raise UserError(
+                f"{where}: argument {name!r} of {function.__name__} has no type to check a job against: a builder "
+                "names all its arguments, with annotations"
+            )
+    return found
+
+
+def schedule_entry(data: dict[str, Any], *, where: str) -> ScheduleEntry:
+    """An entry that did not come from the job file, checked.
+
+    Raises:
+        UserError: If it is none.
+    """
+    try:
+        return ScheduleEntry.model_validate(data)
+    except ValidationError as error:
+        raise UserError("\n".join(f"{where}: {line}" for line in _explain(error, ScheduleEntry))) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -5,10 +5,11 @@ The library ships mechanisms; what is grown when is picked here. A job file name
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from growth_service.core.schedule import GrowthSchedule
-from growth_service.errors import UserError
+from growth_service.errors import GrowthError, UserError
 from growth_service.spec import JobSpec, ScheduleEntry, SearchSpec, call_checked
 from search_spaces.baselines import (
     compound,
@@ -56,10 +57,20 @@ def resolve(entry: ScheduleEntry, *, search: SearchSpec, where: str = "schedule"
     """
     builder = found(BUILDERS, entry.use, where=where, what="schedule builder")
     arguments = entry.arguments | {"name": entry.name, "num_stages": search.num_stages, "shares": search.shares}
-    schedule = call_checked(builder, arguments, where=f"{where} ({entry.use})")
+    where = f"{where} ({entry.use})"
+    try:
+        schedule = call_checked(builder, arguments, where=where)
+    except GrowthError:
+        raise
+    except Exception as error:
+        raise UserError(f"{where}: it failed ({type(error).__name__}: {error})") from error
     if not isinstance(schedule, GrowthSchedule):
         raise UserError(f"{where}: {entry.use} must return a GrowthSchedule, got a {type(schedule).__name__}")
-    return schedule
+    if schedule.num_stages != search.num_stages:
+        raise UserError(
+            f"{where}: its schedule has {schedule.num_stages} stages, search.stages says {search.num_stages}"
+        )
+    return replace(schedule, name=entry.name)
 
 
 def listed_schedules(job: JobSpec) -> list[GrowthSchedule]:

@@ -153,9 +153,9 @@ def optimistic_loss(history: Sequence[Standing], incumbents: Incumbents, *, unti
         for a, b in pairwise(history)
         if 0 < a.flops < b.flops and 0 < b.loss_val < a.loss_val
     ]
-    if not slopes:
+    if len(history) < 2:
         return 0.0
-    law = share ** max(slopes)
+    law = share ** max(slopes, default=0.0)
     seen = incumbents.remaining(share)
     return float(now.loss_val * min(law, seen) ** optimism - max(0.0, now.reachable_nats))
 

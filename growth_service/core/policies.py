@@ -23,6 +23,23 @@ MEASURED_AXES: tuple[Axis, ...] = ("depth", "width", "data")
 """Axes on which a probe has candidates."""
 
 
+def check_together(changes: tuple[Change, ...], *, when: str) -> None:
+    """Refuse a step that moves the network on the old subset together with one that changes the subset.
+
+    Raises:
+        UserError: If both are there.
+    """
+    moves = any(
+        (isinstance(c, AddBlock) and (c.jumpboard or not c.exact)) or (isinstance(c, Deepen) and not c.exact)
+        for c in changes
+    )
+    if moves and any(isinstance(c, AddData) for c in changes):
+        raise UserError(
+            f"a step that changes outputs (a jumpboard step, plain stacking) and a data step are both due {when}: "
+            "their gains could not be told apart; take them after different stages, or set jumpboard to false"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedSteps:
     """A fixed list: after stage ``s`` take these changes, whatever is measured.
@@ -37,12 +54,7 @@ class FixedSteps:
     def __post_init__(self) -> None:
         for stage in sorted({when for when, _ in self.steps}):
             due = self.after(stage)
-            leaps = any(isinstance(c, AddBlock) and c.jumpboard for c in due)
-            if leaps and any(isinstance(c, AddData) for c in due):
-                raise UserError(
-                    f"a jumpboard step and a data step are both due after stage {stage}: their gains could not be told "
-                    "apart; take them after different stages, or set jumpboard to false"
-                )
+            check_together(due, when=f"after stage {stage}")
 
     def after(self, stage: int) -> tuple[Change, ...]:
         """The changes due after ``stage`` (0 is the first); empty where there are none."""
@@ -78,6 +90,7 @@ class Triggered:
     def __post_init__(self) -> None:
         if self.trigger not in ("plateau", "ag_plateau", "tokens_per_param"):
             raise UserError(f"unknown trigger {self.trigger!r}: use plateau, ag_plateau or tokens_per_param")
+        check_together(self.changes, when="at once")
         if not self.threshold > 0 or not self.changes or self.most < 1:
             raise UserError(
                 f"a trigger needs a threshold above 0 and changes to take at least once, got threshold "

@@ -4,6 +4,7 @@ Everything downstream - scheduler, tracker, planner, tables - reads these and no
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -220,6 +221,12 @@ class TrialRecord:
             stages=tuple(map(StageRecord.from_dict, data["stages"])),
             final=FinalRecord.from_dict(data["final"]) if data["final"] else None,
         )
+
+
+def flops_reused(stages: Sequence[StageRecord]) -> int:
+    """FLOPs of the stages that were taken over from other trials."""
+    before = [0, *(r.flops_total for r in stages)]
+    return sum(r.flops_total - spent for r, spent in zip(stages, before, strict=False) if r.reused)
 
 
 def compute_step(flops: int, previous: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from growth_service.core.budget import Budget
 from growth_service.core.decisions import Stop, decision_to_dict
-from growth_service.core.records import FinalRecord, StageRecord, TrialRecord
+from growth_service.core.records import FinalRecord, StageRecord, TrialRecord, flops_reused
 from growth_service.core.referee import Referee, Verdict
 from growth_service.errors import WorkFailedError
 from growth_service.orchestration.plan import PlannedTrial, suggested_trial, trial_config
@@ -215,6 +215,7 @@ class LiveStudy:
                 accuracy_test=float("nan"),
                 flops_total=last.flops_total if last else 0,
                 budget=last.budget if last else {},
+                flops_reused=flops_reused([stages[s] for s in sorted(stages)]),
             )
         )
 

@@ -14,7 +14,7 @@ from growth_service.core.units import format_flops
 from growth_service.errors import UserError
 from growth_service.growth import insert_block, widen
 from growth_service.models import Family, build
-from growth_service.spec import JobSpec, ScheduleEntry
+from growth_service.spec import SUGGESTED, JobSpec, schedule_entry
 from growth_service.training.augment import check_augmentable
 from growth_service.training.config import TrialConfig
 from growth_service.training.datasets import subset_size
@@ -56,7 +56,8 @@ def suggested_trial(job: JobSpec, *, index: int, arguments: dict[str, Any]) -> P
         "blocks": first.get("blocks", [1] * len(job.model.widths)),
         "hidden": first.get("hidden", [job.model.group_size] * len(job.model.widths)),
     }
-    entry = ScheduleEntry.model_validate({"name": f"suggested-{index:02d}"} | defaults | arguments)
+    name = f"{SUGGESTED}{index:02d}"
+    entry = schedule_entry(defaults | arguments | {"name": name}, where="search.suggest")
     schedule = resolve(entry, search=job.search, where="search.suggest")
     return PlannedTrial(index=index, name=entry.name, schedule=schedule, seed=job.seed)
 
@@ -120,7 +121,7 @@ def _cache(job: JobSpec) -> dict[str, Any] | None:
     """Where finished stages are shared."""
     if not job.cache.enabled:
         return None
-    folder = Path(job.cache.folder) if job.cache.folder is not None else Path(job.storage) / "stages"
+    folder = Path(job.cache.folder) if job.cache.folder is not None else Path(job.storage) / ".stages"
     return {"folder": str(folder.expanduser().resolve()), "limit_bytes": int(job.cache.limit)}
 
 
@@ -169,8 +170,9 @@ def _rehearse_step(model: Family, change: Change, stage: int) -> None:
     generator = torch.Generator()
     match change:
         case AddBlock():
+            exact = replace(change, exact=True)  # the same sizes, and nothing to compare outputs on
             insert_block(
-                model, site=change.site, block=new_block(model, change, stage=stage, seed=0), generator=generator
+                model, site=change.site, block=new_block(model, exact, stage=stage, seed=0), generator=generator
             )
         case AddUnits() | AddHeads():
             branch = new_branch(model, change, stage=stage, seed=0)

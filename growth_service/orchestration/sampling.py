@@ -1,5 +1,6 @@
 """How Optuna samples a space of schedules. Knows no Ray."""
 
+import json
 import math
 from typing import Any
 
@@ -63,6 +64,19 @@ def _drawn(drawing: Any, trial: optuna.Trial, name: Any) -> dict[str, Any]:
         raise
     except Exception as error:
         raise UserError(f"search.suggest.space: {name} failed ({type(error).__name__}: {error})") from error
-    if not isinstance(arguments, dict) or "use" not in arguments:
+    return as_json(arguments, name=name)
+
+
+def as_json(arguments: Any, *, name: Any) -> dict[str, Any]:
+    """A suggestion as the study's journal gives it back.
+
+    Raises:
+        UserError: If it is no mapping with ``use``, or has values that JSON cannot hold.
+    """
+    if not isinstance(arguments, dict) or not isinstance(arguments.get("use"), str):
         raise UserError(f"search.suggest.space: {name} must return a mapping with use, got {arguments!r}")
-    return arguments
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(arguments))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"search.suggest.space: {name} returns values that are not plain: {error}") from error
+    return plain

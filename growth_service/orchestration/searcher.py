@@ -12,11 +12,18 @@ from ray.tune.search.optuna import OptunaSearch
 
 from growth_service.errors import WorkFailedError
 from growth_service.orchestration import live
-from growth_service.orchestration.sampling import sampler_of
+from growth_service.orchestration.sampling import as_json, sampler_of
 from growth_service.spec import JobSpec
 from search_spaces import space
+from search_spaces.spaces import Space
 
 _METRICS = {"loss": "loss_val", "flops": "flops"}
+_ENTRY = "schedule_entry"
+
+
+def _whole(space: Space) -> Space:
+    """The same space, its entry under one key: Ray adds whatever was drawn to what a space returns."""
+    return lambda trial: {_ENTRY: space(trial)}
 
 
 class WaveSuggester:
@@ -25,9 +32,10 @@ class WaveSuggester:
     def __init__(self, job: JobSpec, *, wave_size: int) -> None:
         assert job.search.suggest is not None
         self._wave_size = wave_size
+        self._name = job.search.suggest.space
         names = [_METRICS[o] for o in job.search.suggest.objectives]
         self._inner = OptunaSearch(
-            space=space(job.search.suggest.space),
+            space=_whole(space(job.search.suggest.space)),
             metric=names if len(names) > 1 else names[0],
             mode=["min"] * len(names) if len(names) > 1 else "min",
             sampler=sampler_of(job.search.suggest, wave_size=wave_size),
@@ -52,7 +60,7 @@ class WaveSuggester:
         while len(self._asked) <= number:
             config = self._inner.suggest(str(len(self._asked)))
             assert isinstance(config, dict)
-            self._asked.append(config)
+            self._asked.append(as_json(config[_ENTRY], name=self._name))
         return self._asked[number]
 
 

@@ -11,6 +11,9 @@ from ray.tune.integration.ray_train import TuneReportCallback
 
 from growth_service.orchestration.worker import train_loop
 
+COLLECTIVE_TIMEOUT_S = 6 * 3600
+"""Ranks wait for rank 0 while it waits for a verdict, or for a stage that another trial runs; Ray notices dead ones."""
+
 
 def run_train(config: dict[str, Any]) -> None:
     """Tune trainable: the Train run of one trial.
@@ -23,7 +26,7 @@ def run_train(config: dict[str, Any]) -> None:
     trainer = TorchTrainer(
         train_loop,
         train_loop_config={"trial": config["trial"], "board": config["board"]},
-        torch_config=TorchConfig(backend="gloo"),
+        torch_config=TorchConfig(backend="gloo", timeout_s=COLLECTIVE_TIMEOUT_S),
         scaling_config=ray.train.ScalingConfig(
             num_workers=resources["workers"], resources_per_worker={"CPU": resources["cpus_per_worker"]}
         ),

@@ -51,7 +51,13 @@ def key_of(state: TrialState, schedule: GrowthSchedule, extent: Extent) -> str:
 
 def claim_of(cache: dict[str, Any] | None, key: str) -> Claim | None:
     """The right to run a stage in a trial with a cache; waits while another trial runs it."""
-    return None if cache is None else StageCache(Path(cache["folder"]), limit_bytes=cache["limit_bytes"]).claim(key)
+    if cache is None:
+        return None
+    try:
+        return StageCache(Path(cache["folder"]), limit_bytes=cache["limit_bytes"]).claim(key)
+    except OSError as error:
+        logger.warning("Running without the stage cache, since it cannot be used: %s", error)
+        return None
 
 
 def is_shareable(state: TrialState, record: StageRecord, *, stage: Stage) -> bool:

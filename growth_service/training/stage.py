@@ -64,11 +64,12 @@ class Extent(NamedTuple):
 
 def extent_of(state: TrialState, schedule: GrowthSchedule) -> Extent:
     """How far the coming stage of a trial goes: as the schedule says, or one decay where the trial ends early."""
-    if isinstance(state.decision, Anneal):
-        decay_share = state.config.training.get("decay_share", DECAY_SHARE)
-        until = min(state.budget.total_flops, round(state.budget.spent_flops / max(1 - decay_share, 1e-9)))
-        return Extent(window=Window(1 - decay_share, 1.0), until=until, last=True)
     ends = (0.0, *schedule.stage_ends())
+    if isinstance(state.decision, Anneal):
+        steady = 1 - state.config.training.get("decay_share", DECAY_SHARE)
+        start = max(steady, ends[state.stage], 1e-9)  # from where the rate stands, where it has begun to decay
+        until = min(state.budget.total_flops, round(state.budget.spent_flops / start))
+        return Extent(window=Window(start, 1.0), until=until, last=True)
     number = min(state.stage, schedule.num_stages - 1)  # a trial that was trained to its end has no further stage
     window = Window(start=ends[number], end=ends[number + 1])
     return Extent(

@@ -58,7 +58,16 @@ class Claim:
     _cache: "StageCache"
 
     def publish(self, *folders: Path) -> None:
-        """Keep copies of these folders as the result of the stage, all or nothing, and make room for them."""
+        """Keep copies of these folders as the result of the stage, all or nothing, and make room for them.
+
+        A cache that cannot be written is no reason to lose a stage: it is said, and the trial goes on.
+        """
+        try:
+            self._publish(*folders)
+        except OSError as error:
+            logger.warning("A finished stage is not shared, since the stage cache cannot be written: %s", error)
+
+    def _publish(self, *folders: Path) -> None:
         partial = self._entry.with_name(f".{self._entry.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -98,14 +107,13 @@ class StageCache:
 
     def evict(self, *, keep: Path) -> None:
         """Drop the entries that were not used for longest, until the rest is within the limit."""
-        entries = sorted(self._entries(), key=lambda e: e.stat().st_mtime)
-        sizes = {e: sum(f.stat().st_size for f in e.rglob("*") if f.is_file()) for e in entries}
-        total = sum(sizes.values())
-        for entry in entries:
+        used = {e: found for e in self._entries() if (found := _use_of(e)) is not None}
+        total = sum(size for _, size in used.values())
+        for entry, (_, size) in sorted(used.items(), key=lambda item: item[1][0]):
             if total <= self._limit_bytes:
                 return
             if entry != keep and self._drop(entry):
-                total -= sizes[entry]
+                total -= size
 
     def _drop(self, entry: Path) -> bool:
         """Remove an entry, unless somebody is at it."""
@@ -120,6 +128,14 @@ class StageCache:
 
     def _entries(self) -> Iterator[Path]:
         return (p for p in self._folder.iterdir() if p.is_dir() and len(p.name) == hashlib.sha256().digest_size * 2)
+
+
+def _use_of(entry: Path) -> tuple[float, int] | None:
+    """When an entry was used last, and its bytes; None where another trial drops it at this very moment."""
+    try:
+        return entry.stat().st_mtime, sum(f.stat().st_size for f in entry.rglob("*") if f.is_file())
+    except OSError:
+        return None
 
 
 def _link(source: str, target: str) -> str:

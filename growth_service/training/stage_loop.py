@@ -21,7 +21,7 @@ from growth_service.core.decisions import (
     decision_to_dict,
     tolerance_nats,
 )
-from growth_service.core.records import FinalRecord, StageRecord
+from growth_service.core.records import FinalRecord, StageRecord, flops_reused
 from growth_service.core.rules import decide
 from growth_service.models.sites import sites
 from growth_service.training.config import TrialConfig
@@ -146,7 +146,7 @@ class StageLoop:
             targets_per_sample=state.targets_per_sample,
             targets_per_step=self.config.training["batch_size"] * state.targets_per_sample,
             flops_per_sample=record.flops_per_sample,
-            sizes_after=sizes_after(state, self.schedule.policy),
+            sizes_after=() if self.stage.extent.last else sizes_after(state, self.schedule.policy),
             sites=tuple(s.path for s in sites(state.model)),
             seed=self.config.seed,
         )
@@ -195,12 +195,6 @@ class StageLoop:
         )
         state.write_final(final)
         return final
-
-
-def flops_reused(history: list[StageRecord]) -> int:
-    """FLOPs of the stages that were taken over."""
-    before = [0, *(r.flops_total for r in history)]
-    return sum(r.flops_total - spent for r, spent in zip(history, before, strict=False) if r.reused)
 
 
 def _past(record: StageRecord) -> Past:

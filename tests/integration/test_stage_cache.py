@@ -4,15 +4,20 @@ import json
 import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from growth_service.core.decisions import Anneal
 from growth_service.core.policies import FixedSteps, SignalGuided
 from growth_service.core.steps import AddBlock, AddData, Deepen
 from growth_service.training import stage, stage_cache
 from growth_service.training.config import TrialConfig
+from growth_service.training.ranks import Ranks
+from growth_service.training.stage import extent_of
 from growth_service.training.stage_cache import StageCache, stage_key
+from growth_service.training.stage_loop import StageLoop, run_trial
 from tests.torch_helpers import BY_SIGNAL, GROWS_ALL, prepared_digits, run_to_end, trial_config
 
 DEEPER = AddBlock(site="groups.1.blocks.0", inner="copy")
@@ -233,3 +238,40 @@ def test_a_trial_that_ends_early_at_its_full_rate_decays_first(data, tmp_path):
     assert stages[1].flops_total == pytest.approx(stages[0].flops_total / 0.8, rel=0.05)
     restarts = configured(tmp_path, data=data, policy=saturated, num_stages=6, trial="restarts")
     assert [s.decision["kind"] for s in run_to_end(restarts)[:-1]] == ["stop"]  # its stages end annealed
+
+
+def test_a_trial_that_ends_while_its_rate_decays_decays_on_from_there(data, tmp_path):
+    config = configured(tmp_path, data=data, training={"rates": "wsd", "decay_share": 0.5}, num_stages=5)
+    loop = run_trial(config, ranks=Ranks())
+    for _ in range(4):
+        record = next(loop)
+    loop.close()
+    state = StageLoop(config, ranks=Ranks()).state
+    state.decision = Anneal(cause="saturated", reason="x")
+    extent = extent_of(state, config.growth_schedule())
+    assert extent.window == (pytest.approx(0.8), 1.0)
+    assert extent.until == pytest.approx(record.flops_total / 0.8, rel=1e-6)
+    assert extent.last
+
+
+def test_a_cache_that_cannot_be_used_costs_no_stage(data, tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file in the way")
+    records = run_to_end(configured(tmp_path, data=data, cache=tmp_path / "cache", trial="x"))
+    assert comparable(records) == comparable(run_to_end(configured(tmp_path / "alone", data=data)))
+    assert "Running without the stage cache" in caplog.text
+
+
+def test_several_that_make_room_at_once_do_not_stumble(tmp_path):
+    folder = tmp_path / "000"
+    folder.mkdir()
+    (folder / "weights").write_bytes(bytes(2000))
+    with ThreadPoolExecutor(4) as pool:
+        for found in [pool.submit(publish_many, tmp_path / "cache", folder, first) for first in range(4)]:
+            found.result()
+
+
+def publish_many(cache, folder, first):
+    for number in range(first, 200, 4):
+        claim = StageCache(cache, limit_bytes=5000).claim(stage_key(number=number))
+        claim._publish(folder)
+        claim.release()

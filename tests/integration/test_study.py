@@ -57,11 +57,11 @@ def test_a_study_without_the_cache_leaves_the_same_records(study, tmp_path):
     other = run_job(job)
     assert recorded(other.to_dict()) == recorded(study.to_dict())
     assert other.saved_flops == 0
-    assert not (tmp_path / "stages").exists()
+    assert not (tmp_path / ".stages").exists()
 
 
 def test_another_study_takes_over_what_was_run(study, storage, tmp_path):
-    again = run_job(small_job(tmp_path, cache={"folder": str(storage / "stages")}))
+    again = run_job(small_job(tmp_path, cache={"folder": str(storage / ".stages")}))
     assert recorded(again.to_dict()) == recorded(study.to_dict())
     assert all(s.reused for t in again.trials for s in t.stages)
     tests_only = sum(t.final.flops_total - t.stages[-1].flops_total for t in again.trials)

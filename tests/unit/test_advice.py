@@ -640,13 +640,13 @@ def candidates(draw, may_transfer=True):
 
 
 @st.composite
-def evidences(draw, may_transfer=True):
+def evidences(draw, may_transfer=True, more_data=(False, True)):
     return evidence(
-        *draw(st.lists(candidates(may_transfer), max_size=4)),
+        *draw(st.lists(candidates(may_transfer), min_size=0 if may_transfer else 1, max_size=4)),
         loss_heldout=draw(st.sampled_from([0.4, 0.51, 0.9])),
         max_probe=draw(st.none() | st.integers(0, 10**5)),
         num_train=draw(st.sampled_from([0, 1000])),
-        more_train_available=draw(st.booleans()),
+        more_train_available=draw(st.sampled_from(more_data)),
     )
 
 
@@ -673,7 +673,7 @@ def test_the_unit_of_flops_changes_nothing(found, power):
     assert advise(replace(found, candidates=scaled)) == advise(found)
 
 
-@given(evidences(may_transfer=False), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+@given(evidences(may_transfer=False, more_data=(False,)), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_more_certainty_about_the_same_gains_never_turns_a_stop_into_growth(found, keep, keep_transfer):
     before = advise(found)
     assume(before.action == "stop")

@@ -151,6 +151,12 @@ def test_one_record_says_nothing_about_what_comes():
     assert optimistic_loss(curve(5.0), incumbents(curve(1.0, 0.9)), until_flops=900, optimism=1.0) == 0.0
 
 
+def test_a_loss_that_only_rises_is_held_to_what_others_still_made():
+    mine, others = curve(2.3, 5.0, 50.0), incumbents(curve(1.0, 0.5, 0.3, 0.2))
+    assert optimistic_loss(mine, others, until_flops=400, optimism=1.0) == pytest.approx(50 * 0.2 / 0.3)
+    assert isinstance(judge(mine, others, rule=LAW, until_flops=400), Stop)
+
+
 LAW = Rule(optimism=1.0, margin=0.05)
 
 

@@ -33,9 +33,15 @@ CHANGES = st.one_of(
     st.builds(Deepen, times=st.integers(2, 4), exact=st.booleans()),
     st.builds(Widen, times=st.floats(1.1, 4)),
 )
-DUE = st.lists(CHANGES, max_size=3).filter(  # a jumpboard and a data step together are refused
-    lambda due: not (any(getattr(c, "jumpboard", False) for c in due) and any(isinstance(c, AddData) for c in due))
-)
+
+
+def allowed(due):
+    """A step that changes outputs and a data step together are refused."""
+    moves = any(getattr(c, "jumpboard", False) or not getattr(c, "exact", True) for c in due)
+    return not (moves and any(isinstance(c, AddData) for c in due))
+
+
+DUE = st.lists(CHANGES, max_size=3).filter(allowed)
 POLICIES = st.one_of(
     st.builds(
         FixedSteps,
@@ -56,7 +62,7 @@ POLICIES = st.one_of(
         Triggered,
         trigger=st.sampled_from(["plateau", "ag_plateau", "tokens_per_param"]),
         threshold=st.floats(0.01, 100),
-        changes=st.lists(CHANGES, min_size=1, max_size=2).map(tuple),
+        changes=st.lists(CHANGES, min_size=1, max_size=2).filter(allowed).map(tuple),
         most=st.integers(1, 9),
     ),
 )

@@ -1,5 +1,6 @@
 """Spaces and schedules that a user writes: in words, as mappings, as functions of their own."""
 
+import json
 import sys
 
 import optuna
@@ -20,11 +21,12 @@ from growth_service.core.steps import (
     change_from_words,
 )
 from growth_service.errors import UserError
+from growth_service.orchestration.plan import check_networks, planned_trials, suggested_trial
 from growth_service.orchestration.sampling import rehearse_space, sampler_of
 from growth_service.orchestration.searcher import WaveSuggester
-from growth_service.spec import ScheduleEntry, SearchSpec, SuggestSpec
+from growth_service.spec import ScheduleEntry, SearchSpec, SuggestSpec, parse_job
 from search_spaces import BUILDERS, resolve, space
-from tests.jobs import SMALL, small_job
+from tests.jobs import SMALL, job_data, small_job
 
 SEARCH = SearchSpec.model_validate({"schedules": [{"use": "scratch", "name": "x"}], "stages": [0.1, 0.2, 0.3, 0.4]})
 PATH = st.from_regex(r"\Agroups\.[0-9]\.blocks\.[0-9](\.branch)?\Z")
@@ -181,8 +183,10 @@ def test_a_function_of_ones_own_is_found_in_the_present_folder(tmp_path, monkeyp
         resolve(ScheduleEntry(use="my_schedules:number", name="x"), search=SEARCH)
 
 
-def suggesting(tmp_path, **suggest):
-    return small_job(tmp_path, search__suggest={"trials": 4} | suggest)
+def suggesting(tmp_path, schedules=None, **suggest):
+    job = job_data(tmp_path)
+    job["search"] |= {"suggest": {"trials": 4} | suggest} | ({"schedules": schedules} if schedules else {})
+    return parse_job(job, source="test job")
 
 
 @pytest.mark.parametrize(
@@ -239,3 +243,85 @@ def test_suggestions_repeat_with_their_seed(sampler, objectives, tmp_path):
 
     assert suggested() == suggested()
     assert all(a["use"] == "joint" for a in suggested())
+
+
+def test_a_space_may_name_its_draws_as_it_likes(tmp_path):
+    """Ray adds draws to what a space returns; a schedule is made of the latter alone."""
+    suggester = WaveSuggester(suggesting(tmp_path, space="joint_space", trials=8), wave_size=8)
+    found = [suggester.ask(number) for number in range(8)]
+    assert any("width_factors" in a for a in found)
+    for arguments in found:
+        assert "width_factor" not in arguments
+        suggested_trial(suggesting(tmp_path, space="joint_space"), index=0, arguments=arguments)
+
+
+def test_suggestions_are_what_the_journal_gives_back(tmp_path):
+    mapping = {"use": "fixed", "steps": [{0: "width*2"}, {1: "depth*2"}]}
+    arguments = WaveSuggester(suggesting(tmp_path, space=mapping), wave_size=1).ask(0)
+    assert json.loads(json.dumps(arguments)) == arguments
+    suggested_trial(suggesting(tmp_path, space=mapping), index=0, arguments=arguments)
+
+
+def test_a_suggestion_cannot_name_its_trial(tmp_path):
+    job = suggesting(tmp_path, space="joint_space")
+    assert suggested_trial(job, index=3, arguments={"use": "scratch", "name": "a"}).name == "suggested-03"
+    with pytest.raises(UserError, match="is one that suggested schedules get"):
+        suggesting(tmp_path, space="joint_space", schedules=[{"use": "scratch", "name": "suggested-00", **SMALL}])
+
+
+DIGITS = {"kind": "samples", "input_shape": [1, 8, 8], "num_classes": 10, "sizes": {"train": 837}}
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - {"fixed"}))
+def test_every_builder_passes_the_rehearsal_of_its_networks(name, tmp_path):
+    job = small_job(tmp_path, search__schedules=[{"use": name, "name": "x", **SMALL}])
+    check_networks(job, planned_trials(job), DIGITS)
+
+
+def test_stacking_in_words_passes_too_but_not_with_data(tmp_path):
+    job = small_job(tmp_path, search__schedules=[{"use": "fixed", "name": "x", **SMALL, "steps": {"0": "stack*2"}}])
+    check_networks(job, planned_trials(job), DIGITS)
+    with pytest.raises(UserError, match="plain stacking. and a data step are both due after stage 0"):
+        built(use="fixed", steps={0: ["stack*2", "data@1.0"]})
+
+
+BUILDERS_OF_A_USER = {
+    "untyped": ("def grow(*, name, num_stages, shares, blocks): ...", "argument 'blocks' of grow has no type"),
+    "variadic": ("def grow(**kwargs: int): ...", "argument 'kwargs' of grow has no type"),
+    "failing": ("def grow(*, name: str, blocks: list, hidden: list): return {}['x']", "it failed .KeyError"),
+    "another annotation": ("def grow(*, name: str, blocks: 'Nope', hidden: list): ...", "cannot be read"),
+    "other stages": (
+        "from search_spaces import scratch\n"
+        "def grow(*, blocks: tuple[int, ...], hidden: tuple[int, ...]):\n"
+        "    return scratch(name='zzz', num_stages=8, blocks=blocks, hidden=hidden)",
+        "its schedule has 8 stages, search.stages says 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BUILDERS_OF_A_USER)
+def test_what_is_wrong_with_a_builder_of_ones_own_is_said_in_one_line(case, tmp_path, monkeypatch):
+    code, message = BUILDERS_OF_A_USER[case]
+    module = f"builder_{case.replace(' ', '_')}"
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(UserError, match=message):
+        built(use=f"{module}:grow")
+
+
+def test_a_builder_of_ones_own_need_not_know_of_shares(tmp_path, monkeypatch):
+    (tmp_path / "plain_builder.py").write_text(
+        "from search_spaces import scratch\n"
+        "def grow(*, num_stages: int, blocks: tuple[int, ...], hidden: tuple[int, ...]):\n"
+        "    return scratch(name='zzz', num_stages=num_stages, blocks=blocks, hidden=hidden)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert built(use="plain_builder:grow").name == "mine"
+
+
+@pytest.mark.parametrize("stages", [0, 101, True, "x", [], [0.5, 0.6], [1.5, -0.5]])
+def test_stages_are_a_number_or_shares(stages):
+    with pytest.raises(ValueError, match="stages"):
+        SearchSpec.model_validate({"schedules": [{"use": "scratch", "name": "x"}], "stages": stages})
