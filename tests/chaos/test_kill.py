@@ -53,16 +53,22 @@ def data(tmp_path_factory):
     return prepared_digits(tmp_path_factory.mktemp("data"))
 
 
+def configured(folder, data):
+    """A trial with several optimiser steps in each stage."""
+    return trial_config(folder, data=data, budget_flops=3_000_000_000)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, data):
     """A trial that nobody killed."""
-    run_to_end(trial_config(tmp_path_factory.mktemp("warm") / "trial", data=data))  # first use loads half of torch
+    run_to_end(configured(tmp_path_factory.mktemp("warm") / "trial", data))  # first use loads half of torch
     records, steps, seconds = [], [0], -time.perf_counter()
     handle = register_optimizer_step_pre_hook(lambda *_: steps.append(steps.pop() + 1))
-    for record in run_trial(trial_config(tmp_path_factory.mktemp("whole") / "trial", data=data), ranks=Ranks()):
+    for record in run_trial(configured(tmp_path_factory.mktemp("whole") / "trial", data), ranks=Ranks()):
         records.append(record)
         steps.append(0)
     handle.remove()
+    assert min(steps[:-2]) >= 3, "a stage is killed in its midst"
     return Whole(records, steps[:-2], seconds + time.perf_counter())
 
 
@@ -95,7 +101,7 @@ def lost_work(folder, *, stage):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_killed_trial_ends_as_if_it_had_not_been(undisturbed, data, tmp_path, seed):
     folder = tmp_path / "trial"
-    config = trial_config(folder, data=data)
+    config = configured(folder, data)
     process = start(config, tmp_path / "config.json")
     try:
         while not (folder / "progress.json").exists():
@@ -120,7 +126,7 @@ def test_a_killed_trial_ends_as_if_it_had_not_been(undisturbed, data, tmp_path, 
 
 def test_a_trial_that_is_killed_once_in_each_stage_ends_as_if_it_had_not_been(undisturbed, data, tmp_path):
     folder = tmp_path / "trial"
-    config = trial_config(folder, data=data)
+    config = configured(folder, data)
     lost = 0
     for stage in range(3):
         before = undisturbed.steps[stage - 1] if stage else 0  # the stage that the process before had left undone
