@@ -534,7 +534,7 @@ def test_receipts_say_that_insertions_changed_nothing_and_jumpboards_something(t
 
 def test_a_jumpboard_step_and_a_data_step_after_the_same_stage_are_refused():
     changes = (AddBlock(site="groups.1.blocks.0", jumpboard=True), AddData(share=1.0))
-    with pytest.raises(UserError, match="a jumpboard step and a data step are both due after stage 0"):
+    with pytest.raises(UserError, match="a jumpboard step, plain stacking. and a data step are both due after stage 0"):
         FixedSteps(steps=((0, changes),))
     with pytest.raises(UserError, match="after stage 2"):
         FixedSteps(steps=((2, changes[:1]), (2, changes[1:])))
