@@ -63,6 +63,7 @@ def test_records_are_equal_with_the_cache_and_without(policy, data, tmp_path, ra
     assert comparable(alone) == comparable(first) == comparable(second)
     assert len(ran) == num_run  # nothing was run a third time
     assert [r.reused for r in second[:-1]] == [True] * (len(second) - 1)
+    assert {r.trial for r in second} == {"second"}
     assert not any(r.reused for r in first[:-1])
 
 
@@ -88,6 +89,17 @@ def test_what_comes_after_a_shared_step_of_the_network_is_shared_too(data, tmp_p
     assert ran == [("y", 2)]
 
 
+def test_a_stage_after_another_past_is_another_stage(data, tmp_path, ran):
+    """Nothing grows after stage 1 in either, but one of them grew after stage 0."""
+    cache = tmp_path / "cache"
+    run_to_end(configured(tmp_path, data=data, cache=cache, trial="plain"))
+    ran.clear()
+    early = FixedSteps(steps=((0, (DEEPER,)),))
+    grown = run_to_end(configured(tmp_path, data=data, policy=early, cache=cache, trial="grown"))
+    assert ran == [("grown", 1), ("grown", 2)]
+    assert grown[2].depth == 3
+
+
 @pytest.mark.parametrize(
     ("change", "shared"),
     [
@@ -107,12 +119,17 @@ def test_another_seed_or_setting_is_another_stage(change, shared, data, tmp_path
 def test_steady_stages_are_shared_by_trials_of_different_budgets(data, tmp_path, ran):
     """Up to the decay, a trial of twice the budget is the same trial."""
     cache, steady = tmp_path / "cache", {"rates": "wsd", "decay_share": 0.25, "rewarm": "none"}
-    for trial, ends in (("short", (0.4, 0.6, 1.0)), ("long", (0.2, 0.3, 1.0))):
-        config = configured(tmp_path, data=data, cache=cache, trial=trial, training=steady)
+    found = {}
+    for trial, ends in (("short", (0.4, 0.6, 1.0)), ("long", (0.2, 0.3, 1.0)), ("alone", (0.2, 0.3, 1.0))):
+        where = None if trial == "alone" else cache
+        config = configured(tmp_path, data=data, cache=where, trial=trial, training=steady)
         schedule = config.schedule | {"shares": [ends[0], ends[1] - ends[0], 1 - ends[1]]}
         budget = BUDGET if trial == "short" else 2 * BUDGET
-        run_to_end(TrialConfig.from_dict(config.to_dict() | {"schedule": schedule, "budget_flops": budget}))
+        found[trial] = run_to_end(
+            TrialConfig.from_dict(config.to_dict() | {"schedule": schedule, "budget_flops": budget})
+        )
     assert [number for trial, number in ran if trial == "long"] == [2]
+    assert comparable(found["long"]) == comparable(found["alone"])
 
 
 def test_a_damaged_entry_is_run_again_and_put_right(data, tmp_path, ran, caplog):
