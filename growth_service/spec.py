@@ -31,8 +31,6 @@ from growth_service.errors import JobFileError, UserError
 MAX_JOB_BYTES = 1 << 20
 SUGGESTED = "suggested-"
 """How names of suggested schedules begin."""
-FIXED_ARGUMENTS = ("name", "num_stages", "shares")
-"""Arguments of a schedule builder that come from elsewhere in the job."""
 
 
 def _quantity(dimension: Dimension) -> BeforeValidator:
@@ -368,52 +366,49 @@ def parse_job(data: dict[str, Any], *, source: str) -> JobSpec:
         raise JobFileError(f"{source} is not a valid growth job:\n{lines}") from None
 
 
-def call_checked(function: Callable[..., Any], arguments: dict[str, Any], *, where: str) -> Any:
-    """Call a builder with arguments from a job file, checked against its signature.
+def call_checked(
+    function: Callable[..., Any], arguments: dict[str, Any], *, first: Callable[..., Any], where: str
+) -> Any:
+    """Call ``function(first(...), ...)`` with arguments from a job file, checked against both signatures.
 
     Args:
-        function: Keyword-only, fully annotated.
+        function: Takes what ``first`` makes, then keyword arguments, all annotated.
         arguments: From YAML; lists become tuples where the annotation says so.
+        first: Makes the first argument from the keys that all entries have.
         where: Names the place in errors, for example ``search.schedules.2 (joint)``.
 
     Raises:
         UserError: If an argument is missing, unknown, or of the wrong type or range.
     """
-    parameters = _parameters(function, where=where)
-    fields: dict[str, Any] = {
-        name: (p.annotation, ... if p.default is p.empty else p.default)
-        for name, p in parameters.items()
-        if name not in FIXED_ARGUMENTS
-    }
-    given = {k: v for k, v in arguments.items() if k not in FIXED_ARGUMENTS}
-    model = create_model("Arguments", __base__=_Spec, **fields)
+    common, own = _fields(first, where=where), _fields(function, where=where, skip=1)
+    model = create_model("Arguments", __base__=_Spec, **common | own)
     try:
-        checked = model.model_validate(given)
+        checked = model.model_validate(arguments)
     except ValidationError as error:
         raise UserError("\n".join(f"{where}: {line}" for line in _explain(error, model))) from None
-    values = {name: getattr(checked, name) for name in fields}
-    fixed = {k: arguments[k] for k in FIXED_ARGUMENTS if k in arguments and k in parameters}
-    return function(**values, **fixed)
+    made = first(**{name: getattr(checked, name) for name in common})
+    return function(made, **{name: getattr(checked, name) for name in own})
 
 
-def _parameters(function: Callable[..., Any], *, where: str) -> dict[str, Parameter]:
-    """What a builder takes.
+def _fields(function: Callable[..., Any], *, where: str, skip: int = 0) -> dict[str, Any]:
+    """Type and default of what a function takes, after its first ``skip`` arguments.
 
     Raises:
         UserError: If that cannot be told from its signature.
     """
     try:
-        found = dict(signature(function, eval_str=True).parameters)
+        found = list(signature(function, eval_str=True).parameters.values())
     except (NameError, TypeError, ValueError) as error:
         raise UserError(f"{where}: the signature of {function.__name__} cannot be read ({error})") from error
-    for name, parameter in found.items():
-        variadic = parameter.kind in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
-        if variadic or (parameter.annotation is Parameter.empty and name not in FIXED_ARGUMENTS):
+    if any(p.kind is not Parameter.POSITIONAL_OR_KEYWORD for p in found[:skip]) or len(found) < skip:
+        raise UserError(f"{where}: the first argument of {function.__name__} must be the start of the schedule")
+    for parameter in found[skip:]:
+        if parameter.kind is not Parameter.KEYWORD_ONLY or parameter.annotation is Parameter.empty:
             raise UserError(
-                f"{where}: argument {name!r} of {function.__name__} has no type to check a job against: a builder "
-                "names all its arguments, with annotations"
+                f"{where}: argument {parameter.name!r} of {function.__name__} has no type to check a job against, or "
+                "cannot be given by its name: a builder names all its arguments after a *, with annotations"
             )
-    return found
+    return {p.name: (p.annotation, ... if p.default is p.empty else p.default) for p in found[skip:]}
 
 
 def schedule_entry(data: dict[str, Any], *, where: str) -> ScheduleEntry:

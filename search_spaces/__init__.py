@@ -1,7 +1,8 @@
 """Growth schedules and spaces as data and small functions.
 
 The library ships mechanisms; what is grown when is picked here. A job file names a builder
-(``use: joint``) and its arguments; :func:`resolve` turns the entry into a value.
+(``use: joint``) and its arguments; :func:`resolve` turns the entry into a value. A builder takes a
+:class:`~search_spaces.start.Start`, from the keys that all entries have, and annotated arguments of its own.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,15 +16,16 @@ from search_spaces.baselines import (
     compound,
     data_only,
     depth_only,
+    fixed,
     one_shot_late,
     scratch,
     stacking,
     width_only,
 )
-from search_spaces.fixed import fixed
 from search_spaces.joint import certified, certified_space, joint, joint_space
 from search_spaces.loading import found
 from search_spaces.spaces import Space, space_from_mapping
+from search_spaces.start import Share, Sizes, Start
 from search_spaces.triggered import ag_plateau, plateau, random_site, tokens_per_param
 
 _BUILDERS: tuple[Callable[..., GrowthSchedule], ...] = (
@@ -56,10 +58,21 @@ def resolve(entry: ScheduleEntry, *, search: SearchSpec, where: str = "schedule"
         UserError: If the builder is unknown or an argument is wrong; names what is allowed.
     """
     builder = found(BUILDERS, entry.use, where=where, what="schedule builder")
-    arguments = entry.arguments | {"name": entry.name, "num_stages": search.num_stages, "shares": search.shares}
     where = f"{where} ({entry.use})"
+
+    def start(*, blocks: Sizes, hidden: Sizes, widths: Sizes | None = None, data_share: Share | None = None) -> Start:
+        return Start(
+            name=entry.name,
+            num_stages=search.num_stages,
+            shares=search.shares,
+            blocks=blocks,
+            hidden=hidden,
+            widths=widths,
+            data_share=data_share,
+        )
+
     try:
-        schedule = call_checked(builder, arguments, where=where)
+        schedule = call_checked(builder, entry.arguments, first=start, where=where)
     except GrowthError:
         raise
     except Exception as error:

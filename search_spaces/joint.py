@@ -2,26 +2,20 @@
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 
 from growth_service.core.policies import BudgetAware, SignalGuided
-from growth_service.core.schedule import GrowthSchedule, InitialSize
+from growth_service.core.schedule import GrowthSchedule
 from growth_service.core.steps import Axis, Inner
 from growth_service.core.units import parse_quantity
-from search_spaces.baselines import Share, Shares, Sizes
+from search_spaces.start import Factor, Start
 
 
 def joint(
+    start: Start,
     *,
-    name: str,
-    num_stages: int,
-    shares: Shares = None,
-    blocks: Sizes,
-    hidden: Sizes,
-    widths: Sizes | None = None,
-    data_share: Share = 1.0,
     axes: tuple[Literal["depth", "stream", "data"], ...] = ("depth", "stream", "data"),
-    width_factors: tuple[Annotated[float, Gt(1), Le(16)], ...] = (1.5, 2.0),
+    width_factors: tuple[Factor, ...] = (1.5, 2.0),
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.55,
     inner: Inner = "copy",
     exact: bool = True,
@@ -35,13 +29,7 @@ def joint(
     """Grow depth, width or data where that promises more than training on with the rest of the budget; else stop.
 
     Args:
-        name: Of the trial.
-        num_stages: Decisions are taken after each stage but the last.
-        shares: Of the budget, one a stage.
-        blocks: Initial residual blocks of each group.
-        hidden: Initial hidden units of each group.
-        widths: Initial channels of the stream in each group; None: as the model of the job says.
-        data_share: Initial share of the training split.
+        start: Network and stages.
         axes: What may grow.
         width_factors: Width steps that are considered.
         confidence: Probability with which a step has to beat training on.
@@ -68,19 +56,12 @@ def joint(
         data_factor=data_factor,
         passes=passes,
     )
-    size = InitialSize(blocks=blocks, hidden=hidden, widths=widths, data_share=data_share)
-    return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages, shares=shares)
+    return start.schedule(policy)
 
 
 def certified(
+    start: Start,
     *,
-    name: str,
-    num_stages: int,
-    shares: Shares = None,
-    blocks: Sizes,
-    hidden: Sizes,
-    widths: Sizes | None = None,
-    data_share: Share = 1.0,
     axes: tuple[Literal["depth", "width", "data"], ...] = ("depth", "width", "data"),
     level: Annotated[float, Gt(0), Lt(0.5)] = 0.05,
     tolerance: str | float | None = None,
@@ -92,13 +73,7 @@ def certified(
     """Grow where a certificate says that a gain above ``tolerance`` is certain and transfers; stop where none is left.
 
     Args:
-        name: Of the trial.
-        num_stages: Looks are taken after each stage but the last.
-        shares: Of the budget, one a stage.
-        blocks: Initial residual blocks of each group.
-        hidden: Initial hidden units of each group.
-        widths: Initial channels of the stream in each group; None: as the model of the job says.
-        data_share: Initial share of the training split.
+        start: Network and stages.
         axes: What may grow.
         level: Error level of each look over all candidates.
         tolerance: Smallest gain worth a step, in nats (``"0.1 nats"``); None: max(0.01, 2 % of the loss).
@@ -117,8 +92,7 @@ def certified(
         inner=inner,
         jumpboard=jumpboard,
     )
-    size = InitialSize(blocks=blocks, hidden=hidden, widths=widths, data_share=data_share)
-    return GrowthSchedule(name=name, initial=size, policy=policy, num_stages=num_stages, shares=shares)
+    return start.schedule(policy)
 
 
 def certified_space(trial: Any) -> dict[str, Any]:

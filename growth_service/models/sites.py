@@ -131,6 +131,18 @@ def blocks_of(model: nn.Module) -> dict[str, Block]:
     return {p: m for p, m in model.named_modules() if isinstance(m, Block) and ".widened." not in p}
 
 
+def existing_block(model: nn.Module, path: str) -> Block:
+    """The block at a path.
+
+    Raises:
+        SiteError: If there is none.
+    """
+    found = resolve(model, path)
+    if not isinstance(found, Block):
+        raise SiteError(f"{path!r} is no block of this network: use one of {', '.join(blocks_of(model))}")
+    return found
+
+
 def size_of(model: nn.Module) -> tuple[int, int, int]:
     """Depth (residual blocks), width (hidden units over all blocks) and parameters."""
     depth = len(blocks_of(model))
@@ -145,6 +157,7 @@ __all__ = [
     "blocks_of",
     "default_block",
     "default_block_config",
+    "existing_block",
     "neighbour",
     "resolve",
     "site_of",

@@ -6,8 +6,8 @@ from torch import nn
 
 from growth_service.blocks import Block, ConvBlock, TransformerBlock
 from growth_service.core.steps import AddBlock, AddChannels, AddHeads, AddUnits, Change, Deepen, Widen
-from growth_service.errors import SiteError, UserError
-from growth_service.models import resolve, sites
+from growth_service.errors import UserError
+from growth_service.models import sites
 from growth_service.models.sites import Site, blocks_of
 
 
@@ -86,15 +86,3 @@ def _groups(model: nn.Module) -> list[list[Site]]:
 
 def _group_path(site: Site) -> str:
     return ".".join(site.path.split(".")[:2]) + "."
-
-
-def block_at(model: nn.Module, path: str) -> Block:
-    """The block at a path.
-
-    Raises:
-        SiteError: If there is none.
-    """
-    found = resolve(model, path)
-    if not isinstance(found, Block):
-        raise SiteError(f"{path!r} is no block of this network: use one of {', '.join(blocks_of(model))}")
-    return found

@@ -20,13 +20,13 @@ from growth_service.growth import insert_block, new_units, record_jumpboard, wid
 from growth_service.growth.widen import new_heads
 from growth_service.models import default_block, resolve, sites
 from growth_service.models.flops import FlopCounter
-from growth_service.models.sites import blocks_of, reader
+from growth_service.models.sites import blocks_of, existing_block, reader
 from growth_service.probing import Candidate, Jumpboard, jumpboard
 from growth_service.probing.jumpboard import clipped_direction
 from growth_service.training.batches import chunks_of
 from growth_service.training.data import Split
 from growth_service.training.evaluate import CHUNK, loss_sum
-from growth_service.training.expansion import block_at, expand
+from growth_service.training.expansion import expand
 from growth_service.training.ranks import Ranks
 
 
@@ -41,7 +41,7 @@ def candidates(model: nn.Module, sight: Sight, *, stage: int, seed: int) -> list
     if "width" in sight.axes:
         for path in blocks_of(model):
             branch = new_branch(model, AddUnits(block=path, units=sight.units), stage=stage, seed=seed)
-            read = block_at(model, path).units_read
+            read = existing_block(model, path).units_read
             found.append(
                 Candidate(
                     path=path,
@@ -73,7 +73,7 @@ def new_block(model: nn.Module, change: AddBlock, *, stage: int, seed: int) -> B
     generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", stage, "depth", change.site))
     if change.like is None or change.inner == "random":
         return default_block(model, site, generator=generator, copy=change.inner == "copy")[0]
-    source = block_at(model, change.like)
+    source = existing_block(model, change.like)
     block = copy_of(source, generator=generator)
     if not change.exact:
         block.load_state_dict(block.state_dict() | dense_state(source))
@@ -82,7 +82,7 @@ def new_block(model: nn.Module, change: AddBlock, *, stage: int, seed: int) -> B
 
 def new_branch(model: nn.Module, change: AddUnits | AddHeads, *, stage: int, seed: int) -> Block:
     """The new hidden units or heads of a width step."""
-    host = block_at(model, change.block)
+    host = existing_block(model, change.block)
     if isinstance(change, AddHeads):
         generator = torch.Generator().manual_seed(stream_seed(seed, "candidate", stage, "heads", change.block))
         return new_heads(host, heads=change.heads, generator=generator)
@@ -92,7 +92,7 @@ def new_branch(model: nn.Module, change: AddUnits | AddHeads, *, stage: int, see
 
 def wider_parts(model: nn.Module, path: str) -> list[Block]:
     """Units and heads that the block at a path was widened by, in order."""
-    found = getattr(block_at(model, path), "widened", None)
+    found = getattr(existing_block(model, path), "widened", None)
     return list(found.values()) if isinstance(found, nn.ModuleDict) else []  # type: ignore[arg-type]
 
 

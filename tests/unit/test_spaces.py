@@ -170,17 +170,18 @@ def test_a_space_that_is_none_is_refused(asked, words):
 
 def test_a_function_of_ones_own_is_found_in_the_present_folder(tmp_path, monkeypatch):
     (tmp_path / "my_schedules.py").write_text(
-        "from search_spaces.baselines import scratch\n"
-        "def mine(*, name: str, num_stages: int, shares: tuple[float, ...] | None = None, blocks: tuple[int, ...],\n"
-        "         hidden: tuple[int, ...]):\n"
-        "    return scratch(name=name, num_stages=num_stages, shares=shares, blocks=blocks, hidden=hidden)\n"
-        "def number(*, name: str, num_stages: int, shares: tuple[float, ...] | None = None): return 3\n"
+        "from search_spaces.start import Start\n"
+        "from growth_service.core.policies import FixedSteps\n"
+        "from growth_service.core.steps import Deepen\n"
+        "def mine(start: Start, *, after: int):\n"
+        "    return start.schedule(FixedSteps(steps=((after, (Deepen(),)),)))\n"
+        "def number(start): return 3\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert built(use="my_schedules:mine").policy == FixedSteps()
+    assert built(use="my_schedules:mine", after=1).policy == FixedSteps(steps=((1, (Deepen(),)),))
     with pytest.raises(UserError, match="must return a GrowthSchedule, got a int"):
-        resolve(ScheduleEntry(use="my_schedules:number", name="x"), search=SEARCH)
+        built(use="my_schedules:number")
 
 
 def suggesting(tmp_path, schedules=None, **suggest):
@@ -286,14 +287,16 @@ def test_stacking_in_words_passes_too_but_not_with_data(tmp_path):
 
 
 BUILDERS_OF_A_USER = {
-    "untyped": ("def grow(*, name, num_stages, shares, blocks): ...", "argument 'blocks' of grow has no type"),
-    "variadic": ("def grow(**kwargs: int): ...", "argument 'kwargs' of grow has no type"),
-    "failing": ("def grow(*, name: str, blocks: list, hidden: list): return {}['x']", "it failed .KeyError"),
-    "another annotation": ("def grow(*, name: str, blocks: 'Nope', hidden: list): ...", "cannot be read"),
+    "untyped": ("def grow(start, *, speed=1): ...", "argument 'speed' of grow has no type"),
+    "variadic": ("def grow(start, **kwargs: int): ...", "argument 'kwargs' of grow has no type"),
+    "by position": ("def grow(start, speed: int = 1): ...", "'speed' of grow .* cannot be given by its name"),
+    "without a start": ("def grow(*, speed: int = 1): ...", "first argument of grow must be the start"),
+    "failing": ("def grow(start): return {}['x']", "it failed .KeyError"),
+    "another annotation": ("def grow(start, *, speed: 'Nope' = 1): ...", "cannot be read"),
     "other stages": (
+        "from dataclasses import replace\n"
         "from search_spaces import scratch\n"
-        "def grow(*, blocks: tuple[int, ...], hidden: tuple[int, ...]):\n"
-        "    return scratch(name='zzz', num_stages=8, blocks=blocks, hidden=hidden)",
+        "def grow(start): return replace(scratch(start), num_stages=8, shares=None)",
         "its schedule has 8 stages, search.stages says 4",
     ),
 }
@@ -310,15 +313,22 @@ def test_what_is_wrong_with_a_builder_of_ones_own_is_said_in_one_line(case, tmp_
         built(use=f"{module}:grow")
 
 
-def test_a_builder_of_ones_own_need_not_know_of_shares(tmp_path, monkeypatch):
-    (tmp_path / "plain_builder.py").write_text(
+def test_a_schedule_has_the_name_of_its_entry_whatever_its_builder_says(tmp_path, monkeypatch):
+    (tmp_path / "renaming_builder.py").write_text(
+        "from dataclasses import replace\n"
         "from search_spaces import scratch\n"
-        "def grow(*, num_stages: int, blocks: tuple[int, ...], hidden: tuple[int, ...]):\n"
-        "    return scratch(name='zzz', num_stages=num_stages, blocks=blocks, hidden=hidden)\n"
+        "def grow(start): return replace(scratch(start), name='zzz')\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert built(use="plain_builder:grow").name == "mine"
+    assert built(use="renaming_builder:grow").name == "mine"
+
+
+def test_every_schedule_may_start_on_a_part_of_the_data():
+    assert built(use="stacking", data_share=0.5).initial.data_share == 0.5
+    assert built(use="stacking").initial.data_share == 1.0
+    assert built(use="data_only").initial.data_share == 0.25
+    assert built(use="data_only", data_share=0.5).policy.after(0) == (AddData(share=1.0),)
 
 
 @pytest.mark.parametrize("stages", [0, 101, True, "x", [], [0.5, 0.6], [1.5, -0.5]])
