@@ -75,7 +75,7 @@ class Claim:
             shutil.copytree(folder, partial / folder.name, copy_function=_link)
         shutil.rmtree(self._entry, ignore_errors=True)
         partial.rename(self._entry)
-        self._cache.evict(keep=self._entry)
+        self._cache.evict()  # the present entry is locked, so it stays
 
     def release(self) -> None:
         """Let the next one have it."""
@@ -105,14 +105,14 @@ class StageCache:
                 os.utime(entry, (time.time(), time.time()))
         return Claim(found=found, _entry=entry, _lock=lock, _cache=self)
 
-    def evict(self, *, keep: Path) -> None:
-        """Drop the entries that were not used for longest, until the rest is within the limit."""
+    def evict(self) -> None:
+        """Drop the entries that were not used for longest and nobody holds, until the rest is within the limit."""
         used = {e: found for e in self._entries() if (found := _use_of(e)) is not None}
         total = sum(size for _, size in used.values())
         for entry, (_, size) in sorted(used.items(), key=lambda item: item[1][0]):
             if total <= self._limit_bytes:
                 return
-            if entry != keep and self._drop(entry):
+            if self._drop(entry):
                 total -= size
 
     def _drop(self, entry: Path) -> bool:

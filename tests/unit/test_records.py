@@ -16,6 +16,7 @@ from growth_service.core.records import (
     StageRecord,
     TrialRecord,
     compute_step,
+    flops_reused,
 )
 
 FLOATS = st.floats(allow_nan=False)  # inf is legal for Python's JSON; NaN is unequal to itself
@@ -319,3 +320,10 @@ def test_steps_are_strictly_increasing_and_never_below_the_compute(spent):
         assert previous * 1_000_000 >= flops
         steps.append(previous)
     assert steps == sorted(set(steps))
+
+
+def test_reused_compute_is_that_of_the_stages_that_were_taken_over():
+    spent = (100, 250, 700)
+    stages = [stage_record(stage=i, flops_total=f, reused=i != 1) for i, f in enumerate(spent)]
+    assert flops_reused(stages) == 100 + 450
+    assert flops_reused([]) == 0
