@@ -29,6 +29,9 @@ from growth_service.training.evaluate import CHUNK, loss_sum
 from growth_service.training.expansion import expand
 from growth_service.training.ranks import Ranks
 
+CHECKED_SAMPLES = 64
+"""Training samples on which outputs before and after a step are compared."""
+
 
 def candidates(model: nn.Module, sight: Sight, *, stage: int, seed: int) -> list[Candidate]:
     """New blocks at every site and new units in every block, as far as they are to be measured."""
@@ -56,11 +59,12 @@ def candidates(model: nn.Module, sight: Sight, *, stage: int, seed: int) -> list
 
 def _projections_of(model: nn.Module, path: str) -> tuple[str, ...]:
     """Last layers of a block and of the units that earlier width steps gave it: they all write at its output."""
-    own = [f"{path}.project"]
-    if isinstance(resolve(model, path), Block):
-        grown = getattr(resolve(model, path), "widened", None)
-        own += [f"{path}.widened.{i}.project" for i in grown] if isinstance(grown, nn.ModuleDict) else []
-    return tuple(own)
+    return (f"{path}.project", *(f"{path}.widened.{i}.project" for i in _widened(model, path)))
+
+
+def _widened(model: nn.Module, path: str) -> dict[str, Block]:
+    """Units and heads that the block at a path was widened by, by their ids, in order."""
+    return dict(getattr(existing_block(model, path), "widened", {}))
 
 
 def new_block(model: nn.Module, change: AddBlock, *, stage: int, seed: int) -> Block:
@@ -90,12 +94,6 @@ def new_branch(model: nn.Module, change: AddUnits | AddHeads, *, stage: int, see
     return new_units(host, units=change.units, generator=generator)
 
 
-def wider_parts(model: nn.Module, path: str) -> list[Block]:
-    """Units and heads that the block at a path was widened by, in order."""
-    found = getattr(existing_block(model, path), "widened", None)
-    return list(found.values()) if isinstance(found, nn.ModuleDict) else []  # type: ignore[arg-type]
-
-
 def add_channels(
     model: nn.Module,
     change: AddChannels,
@@ -115,10 +113,6 @@ def add_channels(
         optimizer=optimizer,
         check_batch=check,
     )
-
-
-CHECKED_SAMPLES = 64
-"""Training samples on which outputs before and after a step are compared."""
 
 
 @dataclass(kw_only=True)
@@ -270,7 +264,7 @@ def _add_block(
             taken.receipts.append(record_jumpboard(model, path=receipt.path, output_change=change_seen))
             taken.moved = True
     taken.flops += counter.flops + (leap.flops if leap is not None else 0)
-    for wider in wider_parts(model, change.like) if change.like is not None else ():
+    for wider in _widened(model, change.like).values() if change.like is not None else ():
         generator = torch.Generator().manual_seed(0)  # all weights are copied
         _add_branch(model, receipt.path, copy_of(wider, generator=generator), taken, check, optimizer=optimizer)
     return f" (jumpboard {leap.relative_step:g})" if leap is not None and leap.relative_step > 0 else ""

@@ -1,24 +1,16 @@
-"""When and at what a trial looks: the probe after a stage, what it will cost, and what steps would make of it."""
+"""When and at what a trial looks: the probe after a stage, and what it will cost."""
 
-import copy
-import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
-from growth_service.core.decisions import SizeAfter
-from growth_service.core.policies import BudgetAware, Policy, Sight, sight_of
+from growth_service.core.policies import Sight, sight_of
 from growth_service.core.schedule import GrowthSchedule
-from growth_service.core.steps import Change, Deepen
-from growth_service.errors import GrowthError
-from growth_service.models.flops import flops_per_sample
 from growth_service.probing import SaturationReport, probe
 from growth_service.probing.probe import Estimate, estimate_flops
 from growth_service.training.batches import chunks_of
 from growth_service.training.evaluate import CHUNK, loss_sum
-from growth_service.training.growing import CHECKED_SAMPLES, candidates, take_step
+from growth_service.training.growing import candidates
 from growth_service.training.state import TrialState
-
-logger = logging.getLogger(__name__)
 
 
 def look(state: TrialState, schedule: GrowthSchedule, *, last: bool) -> SaturationReport | None:
@@ -36,45 +28,6 @@ def look(state: TrialState, schedule: GrowthSchedule, *, last: bool) -> Saturati
         seed=state.config.seed,
         mapper=state.ranks.map,
         **inputs,
-    )
-
-
-def sizes_after(state: TrialState, policy: Policy) -> tuple[SizeAfter, ...]:
-    """What the network would be after each step that the policy considers; steps that it cannot take are left out.
-
-    Nothing is run but one sample a step, to count its FLOPs.
-    """
-    if not isinstance(policy, BudgetAware):
-        return ()
-    return tuple(found for step in policy.steps if (found := _size_after(state, step)) is not None)
-
-
-def _size_after(state: TrialState, step: Change) -> SizeAfter | None:
-    """Take the step on a copy."""
-    model, train = copy.deepcopy(state.model), state.splits.train
-    try:
-        taken = take_step(
-            model,
-            (replace(step, exact=True) if isinstance(step, Deepen) else step,),  # the same sizes
-            decided_after=state.stage,
-            seed=state.config.seed,
-            optimizer=None,
-            train=train,
-            subset=state.subset,
-            ridge=state.config.probe["ridge"],
-            fold_limit=state.config.probe["train_samples"],
-            ranks=state.ranks,
-            checked=False,
-        )
-    except GrowthError as error:
-        logger.info("Not considering %s: %s", step, error)
-        return None
-    cost = flops_per_sample(model.train(), train.inputs[:1])
-    return SizeAfter(
-        change=step,
-        params=sum(p.numel() for p in model.parameters()),
-        flops_per_sample=cost.train,
-        flops=2 * CHECKED_SAMPLES * cost.forward * len(taken.receipts),  # outputs before and after each part
     )
 
 

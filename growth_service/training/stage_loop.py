@@ -27,9 +27,9 @@ from growth_service.models.sites import sites
 from growth_service.training.config import TrialConfig
 from growth_service.training.evaluate import evaluate
 from growth_service.training.gradients import ShardedGradients
-from growth_service.training.looking import sizes_after
 from growth_service.training.ranks import Ranks, check_world, weights_digest
 from growth_service.training.sharing import claim_of, is_shareable, key_of, take_over
+from growth_service.training.sizing import sizes_after
 from growth_service.training.stage import Stage, StageEndError
 from growth_service.training.state import TrialState
 

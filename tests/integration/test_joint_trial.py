@@ -10,8 +10,8 @@ from growth_service.core.policies import BudgetAware
 from growth_service.core.steps import Deepen, Widen
 from growth_service.models.flops import flops_per_sample
 from growth_service.training.growing import take_step
-from growth_service.training.looking import sizes_after
 from growth_service.training.ranks import Ranks, weights_digest
+from growth_service.training.sizing import sizes_after
 from growth_service.training.stage_loop import StageLoop
 from tests.torch_helpers import prepared_digits, run_to_end, trial_config
 
