@@ -1,5 +1,6 @@
 """Tables of a study for a terminal, drawn from records."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from growth_service.core.frontier import Outcome, Preference
 from growth_service.core.records import StageRecord, TrialRecord
-from growth_service.core.units import format_flops
+from growth_service.core.units import format_flops, format_seconds
 
 VERDICT_STYLE = {
     "useful": "green",
@@ -221,3 +222,14 @@ def _gain(record: StageRecord) -> str:
     if not record.certificates:
         return ""
     return f"{max(c['predicted_gain'] for c in record.certificates):.3f}"
+
+
+def profile_table(parts: Sequence[Any]) -> RenderableType:
+    """What the lanes of a study spent their time on, as ``orchestration.profile`` splits it."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Time of all lanes", title_justify="left")
+    table.add_column("spent on")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    for part in parts:
+        table.add_row(part.what, format_seconds(part.seconds), f"{part.share:.1%}")
+    return table

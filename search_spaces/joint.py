@@ -20,7 +20,7 @@ def joint(
     inner: Inner = "copy",
     exact: bool = True,
     look: bool = True,
-    look_share: Annotated[float, Gt(0), Lt(1)] = 0.05,
+    look_share: Annotated[float, Gt(0), Lt(1)] = 0.1,
     level: Annotated[float, Gt(0), Lt(0.5)] = 0.05,
     tolerance: str | float | None = None,
     data_factor: Annotated[float, Ge(1.1)] = 2.0,

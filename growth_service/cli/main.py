@@ -50,6 +50,7 @@ def run(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Run every stage, also those that were run before.")
     ] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Also print what the time went into.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a study on this machine: trials side by side, records in MLflow, the frontier at the end.
@@ -59,7 +60,9 @@ def run(
     from growth_service.cli.study import run_command
 
     uncached = ["cache.enabled=false"] if no_cache else []
-    sys.exit(run_command(job, overrides=[*(overrides or []), *uncached], resume=resume, as_json=as_json))
+    sys.exit(
+        run_command(job, overrides=[*(overrides or []), *uncached], resume=resume, as_json=as_json, profile=profile)
+    )
 
 
 @app.command()

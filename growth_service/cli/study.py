@@ -14,7 +14,7 @@ from rich.text import Text
 
 from cluster.embedded import embedded_ray
 from dashboards.live import LiveView
-from dashboards.terminal import study_summary
+from dashboards.terminal import profile_table, study_summary
 from growth_service.cli.console import emit_json, err, out
 from growth_service.core.records import StageRecord, TrialRecord
 from growth_service.core.units import format_flops, format_seconds
@@ -127,7 +127,7 @@ def default_uri(root: Path) -> str:
     return f"sqlite:///{(root.expanduser() / 'mlflow.db').resolve()}"
 
 
-def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool) -> int:
+def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool, profile: bool) -> int:
     """``growth run``: live view on stderr, summary (or JSON) on stdout; returns the exit code."""
     started = time.monotonic()
     _stop_on_signals()
@@ -145,6 +145,8 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
         if result.saved_flops:
             _print_saved(console, result)
         _print_phases(console, result.phases_s, wall_s=time.monotonic() - started, cpu_s=result.machine["cpu_s"])
+        if profile:
+            console.print(profile_table(result.profile))
         _print_next(out(), job, result)
     if result.not_started:
         console.print(f"{result.not_started} trials were not started: budget.study is used up", style="yellow")

@@ -93,6 +93,9 @@ class CandidateReading:
     """Forward and backward FLOPs per training sample that the step adds."""
     gain: float = math.nan
     """Point estimate of the predicted gain; may be negative."""
+    cosine: float = 0.0
+    """Between the held-out gradient and the direction that training would take, both in what the candidate can
+    express; in [-1, 1]."""
 
     @classmethod
     def from_certificate(cls, certificate: dict[str, Any]) -> "CandidateReading":
@@ -113,6 +116,7 @@ class CandidateReading:
             realisable=number("eta", 0.0),
             added_flops=certificate["added_flops"],
             gain=number("predicted_gain", math.nan),
+            cosine=number("cosine", 0.0),
         )
 
 

@@ -156,7 +156,7 @@ class BudgetAware:
     """False: copy output projections too, as plain stacking does."""
     look: bool = True
     """Whether to look at certificates, where a look costs at most ``look_share`` of what was spent."""
-    look_share: float = 0.05
+    look_share: float = 0.1
     level: float = 0.05
     """Error level of each look."""
     tolerance_nats: float | None = None

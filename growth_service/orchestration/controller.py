@@ -12,27 +12,36 @@ from growth_service.core.decisions import decision_to_dict
 from growth_service.core.records import StageRecord, TrialRecord
 from growth_service.core.referee import Verdict
 from growth_service.errors import ResourceError
-from growth_service.orchestration import board, live, plan, resources, sampling, storage
+from growth_service.orchestration import live, plan, resources, sampling, storage
+from growth_service.orchestration.exchange import make_exchange
+from growth_service.orchestration.following import follow_trial
+from growth_service.orchestration.lanes import Lanes, last_line
+from growth_service.orchestration.profile import profile_of
 from growth_service.orchestration.result import StudyResult
 from growth_service.orchestration.runtime import DRIVER_MEMORY_BYTES
-from growth_service.orchestration.scheduler import FailureListener, SaturationScheduler, last_error_line
+from growth_service.orchestration.scheduler import FailureListener, SaturationScheduler
 from growth_service.orchestration.searcher import StudySearcher, WaveSuggester
 from growth_service.orchestration.storage import StudyFolder
-from growth_service.orchestration.trial import run_train
 from growth_service.spec import JobSpec
 from growth_service.tracking.base import Tracker
 from growth_service.training.datasets import prepare_for
 from growth_service.training.ranks import one_thread
 
+FOLLOWER_RESTARTS = 3
+"""How often Tune may start the process again that passes a trial's records on; the trial itself goes on meanwhile."""
+
 
 class _Watch:
-    """Passes events on and notes when the first training step was taken."""
+    """Passes events on, sees to it that there are lanes, and notes when the first training step was taken."""
 
-    def __init__(self, observer: live.Observer) -> None:
-        self._observer = observer
+    def __init__(self, observer: live.Observer, lanes: Lanes) -> None:
+        self._observer, self._lanes = observer, lanes
+        self._started = 0
         self.first_step: float | None = None
 
     def trial_started(self, trial: str) -> None:
+        self._started += 1
+        self._lanes.want(self._started)
         self._observer.trial_started(trial)
 
     def stage_done(self, record: StageRecord) -> None:
@@ -83,18 +92,26 @@ def run_study(
     Raises:
         ResourceError: If a trial can never fit, or Ray runs without its dashboard.
     """
-    started = time.monotonic()
+    started, started_at = time.monotonic(), time.time()
     cpus = float(ray.cluster_resources().get("CPU", 0))
     resources.check_resources(job, cpus=cpus)
     _check_dashboard()
     at_once = resources.concurrent(job, cpus=cpus)
     study_id = f"{folder.name}-{uuid.uuid4().hex[:8]}"
     folder.write_state(attempt=folder.state()["attempt"] + 1)
-    watch = _Watch(observer)
-    actor = board.make_board(study_id)
+    exchange = make_exchange(study_id, restarts=job.resources.max_worker_restarts)
+    lanes = Lanes(
+        study_id,
+        exchange,
+        most=at_once,
+        deaths=(job.resources.max_worker_restarts + 1) * resources.num_trials(job),
+        resources=job.resources,
+        storage=folder.path / "train",
+    )
+    watch = _Watch(observer, lanes)
 
     def post(verdict: Verdict) -> None:
-        actor.post.remote(verdict.trial, verdict.stage, decision_to_dict(verdict.decision))
+        exchange.post.remote(verdict.trial, verdict.stage, decision_to_dict(verdict.decision))
 
     study = live.LiveStudy(
         job,
@@ -107,19 +124,23 @@ def run_study(
         tracker=tracker,
         observer=watch,
         post=post,
-        board=study_id,
+        exchange=study_id,
     )
     live.register(study_id, study)
     tracker.open_study(folder.name, job=job.model_dump(mode="json"), job_text=job_text)
+    if not resumed:  # of a resumed one, all trials may be over
+        lanes.want(resources.num_trials(job))  # their workers start while Tune does
     try:
         study.explain_failures(_fit(study_id, folder, at_once=at_once))
+        profile = profile_of(lanes.close(), study.heard_stages, started=started_at, ended=time.time(), lanes=len(lanes))
     except BaseException as error:
         with suppress(Exception):  # the study's own error is the one to see
             tracker.interrupt_study(f"{type(error).__name__}: the driver ended; go on with --resume")
         raise
     finally:
         live.forget(study_id)
-        board.close_board(actor)
+        with suppress(ray.exceptions.RayError):
+            ray.kill(exchange)
     ended = time.monotonic()
     trials = [study.done[name] for name in sorted(study.done, key=lambda n: study.planned[n].index)]
     first = max(watch.first_step or ended, started)
@@ -130,6 +151,7 @@ def run_study(
         budget=study.budget,
         decisions=study.decisions,
         phases_s={"to the first training step": first - started, "trials": ended - first},
+        profile=profile,
         not_started=study.not_started,
         resumed=resumed,
     )
@@ -142,12 +164,13 @@ def run_study(
 def _fit(study_id: str, folder: StudyFolder, *, at_once: int) -> dict[str, str]:
     """Run all trials; returns the causes of those whose work failed."""
     tuner = tune.Tuner(
-        tune.with_resources(run_train, {"memory": DRIVER_MEMORY_BYTES}),
+        tune.with_resources(follow_trial, {"memory": DRIVER_MEMORY_BYTES}),
         tune_config=tune.TuneConfig(
             search_alg=StudySearcher(study_id),
             scheduler=SaturationScheduler(study_id),
             num_samples=-1,
             max_concurrent_trials=at_once,
+            reuse_actors=True,
             trial_name_creator=lambda trial: str(trial.trial_id),
             trial_dirname_creator=lambda trial: str(trial.trial_id),
         ),
@@ -155,12 +178,12 @@ def _fit(study_id: str, folder: StudyFolder, *, at_once: int) -> dict[str, str]:
             name=study_id,
             storage_path=str((folder.path / "tune").resolve()),
             callbacks=[FailureListener(study_id)],
-            failure_config=tune.FailureConfig(max_failures=0),
+            failure_config=tune.FailureConfig(max_failures=FOLLOWER_RESTARTS),
             verbose=0,
         ),
     )
     results = tuner.fit()
-    return {r.config["trial"]["trial"]: last_error_line(r.error) for r in results if r.error is not None and r.config}
+    return {r.config["trial"]["trial"]: last_line(r.error) for r in results if r.error is not None and r.config}
 
 
 def _check_dashboard() -> None:

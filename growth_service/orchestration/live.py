@@ -63,13 +63,14 @@ class LiveStudy:
         tracker: Tracker,
         observer: Observer,
         post: Callable[[Verdict], None],
-        board: str,
+        exchange: str,
     ) -> None:
         self.job, self.folder, self.data = job, folder, data
         self.tracker, self.observer, self.budget = tracker, observer, budget
-        self._listed, self._suggester, self._post, self._board = listed, suggester, post, board
+        self._listed, self._suggester, self._post, self._exchange = listed, suggester, post, exchange
         self._num_suggested = job.search.suggest.trials if job.search.suggest else 0
         self._next = 0
+        self._handed_out: list[str] = []
         self.planned: dict[str, PlannedTrial] = {}
         self.stages: dict[str, dict[int, StageRecord]] = {}
         self.done: dict[str, TrialRecord] = {}
@@ -119,6 +120,7 @@ class LiveStudy:
                 storage=str((self.folder.trials / trial.name).resolve()),
             )
             if found.final is None:
+                self._handed_out.append(trial.name)
                 self.observer.trial_started(trial.name)
                 return trial.name, self._tune_config(trial)
             self._replay(found)
@@ -148,10 +150,7 @@ class LiveStudy:
         config = trial_config(self.job, trial, data=self.data, folder=self.folder.path.resolve())
         return {
             "trial": config.to_dict(),
-            "board": self._board,
-            "storage": str((self.folder.path / "train").resolve()),
-            "attempt": self.folder.state()["attempt"],
-            "resources": self.job.resources.model_dump(mode="json"),
+            "exchange": self._exchange,
         }
 
     def _replay(self, found: TrialRecord) -> None:
@@ -235,6 +234,11 @@ class LiveStudy:
         """The verdict that a repeated record got before, if it has one."""
         known = self._verdicts.get((record.trial, record.stage))
         return [] if known is None else [known]
+
+    @property
+    def heard_stages(self) -> list[StageRecord]:
+        """Stages of the trials that this process started, in no order."""
+        return [record for name in self._handed_out for record in self.stages.get(name, {}).values()]
 
     @property
     def decisions(self) -> list[dict[str, Any]]:

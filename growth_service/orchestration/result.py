@@ -6,6 +6,7 @@ from typing import Any
 from growth_service.core.budget import Budget
 from growth_service.core.frontier import SAME_COMPUTE_SHARE, Outcome, Preference, frontier, outcomes, prefer
 from growth_service.core.records import TrialRecord
+from growth_service.orchestration.profile import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class StudyResult:
     """Verdicts of the scheduler, one a record."""
     phases_s: dict[str, float] = field(default_factory=dict)
     """Wall seconds of each phase of the run."""
+    profile: list[Part] = field(default_factory=list)
+    """What the lanes spent their time on."""
     not_started: int = 0
     """Trials that the study's budget did not pay for."""
     machine: dict[str, float] = field(default_factory=dict)
@@ -59,6 +62,7 @@ class StudyResult:
             "saved_flops": self.saved_flops,
             "decisions": self.decisions,
             "phases_s": self.phases_s,
+            "profile": [part._asdict() for part in self.profile],
             "machine": self.machine,
             "not_started": self.not_started,
             "resumed": self.resumed,

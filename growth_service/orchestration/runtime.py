@@ -17,9 +17,6 @@ DEFAULT_COLLECTIVE_TIMEOUT_S: float = 600.0
 DRIVER_MEMORY_BYTES = 400 * 2**20
 """A trial's Tune process asks for memory and no CPU, so that it never takes a worker's place."""
 
-BOARD_TIMEOUT_S = 30.0
-"""How long a worker waits for the decision board to answer a call before it goes on alone."""
-
 
 def worker_environment() -> dict[str, str]:
     """Environment of every process of a study; values that are set already win."""

@@ -63,10 +63,3 @@ def take_in(study_id: str, result: dict[str, Any]) -> None:
         study.hear_final(FinalRecord.from_dict(data))
     else:
         study.hear_stage(StageRecord.from_dict(data))
-
-
-def last_error_line(error: object) -> str:
-    """The exception's own last line, without the traceback around it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "Error" in line or "Exception" in line]
-    return (telling or lines or [live.UNEXPLAINED])[-1][:500]

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import yaml
@@ -84,6 +85,26 @@ def test_a_killed_study_that_is_resumed_has_the_records_of_an_undisturbed_one(nu
     assert study.info.status == "FINISHED"
     assert {r.info.status for r in mlflow_runs(tmp_path, "trial")} == {"FINISHED"}
     assert len(mlflow_runs(tmp_path, "trial")) == 3
+
+
+def test_a_study_that_is_killed_at_three_random_moments_has_the_records_of_an_undisturbed_one(job_file, tmp_path):
+    path, log = job_file(), tmp_path / "log"
+    moments = np.random.default_rng(5)
+    for _ in range(3):
+        driver = Driver(path, log, *resuming(tmp_path))
+        deadline = time.monotonic() + moments.uniform(8, 30)  # while workers start, or within any stage
+        while time.monotonic() < deadline and driver.process.poll() is None:
+            time.sleep(0.05)
+        driver.kill(signal.SIGKILL)
+    if not (tmp_path / "runs" / "small" / "result.json").exists():
+        assert Driver(path, log, *resuming(tmp_path)).finish() == 0, log.read_text()
+    assert recorded(result_of(tmp_path)) == alone(small_job(tmp_path / "runs"), tmp_path / "alone")
+    assert [r.info.status for r in mlflow_runs(tmp_path, "trial")] == ["FINISHED"] * 3
+
+
+def resuming(tmp_path):
+    """The option of a study that was begun."""
+    return ["--resume"] if (tmp_path / "runs" / "small" / "study.json").exists() else []
 
 
 def test_a_killed_worker_changes_no_record(job_file, tmp_path):

@@ -49,7 +49,7 @@ class Study:
             tracker=tracker,
             observer=self.seen,
             post=self.verdicts.append,
-            board="none",
+            exchange="none",
         )
 
     def finish(self, trial, *, loss=0.5, flops=1000):

@@ -46,11 +46,12 @@ def _in_words(reading: Reading, best: SizeAfter, found: Advantage) -> str:
     at = outlook(reading, best)
     return (
         f"{best.change} promises {found.mean:+.1%} (sd {found.sd:.1%}) over training on, the best of "
-        f"{len(reading.sizes_after)}: it would end after {at.targets_per_param:.3g} training targets per parameter; "
+        f"{len(reading.sizes_after)}: it would see {at.targets_per_param:.3g} training targets per parameter; "
         + (
             f"nobody looked, the gap is {at.gap:.0%}"
-            if at.predicted_gain is None
-            else f"a block promises {at.predicted_gain:.0%} of the loss to first order"
+            if at.predicted_gain is None or at.cosine is None
+            else f"a block promises {at.predicted_gain:.0%} of the loss to first order, and training and held-out data "
+            f"agree on it with a cosine of {at.cosine:.2f}"
         )
     )
 
