@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.workloads import job_data
 from growth_service.core.records import FinalRecord, StageRecord
+from growth_service.errors import UserError
 from growth_service.orchestration import plan
 from growth_service.spec import parse_job
 from growth_service.training.config import TrialConfig
@@ -99,11 +100,14 @@ def _run(options: argparse.Namespace, seed: int, scratch: Path) -> None:
         config = plan.trial_config(job, trial, data=prepared, folder=scratch).to_dict()
         cache = {"folder": str(scratch / "cache"), "limit_bytes": 4 << 30}
         stages: list[StageRecord] = []
-        for record in run_trial(TrialConfig.from_dict(config | {"cache": cache}), ranks=Ranks()):
-            if isinstance(record, FinalRecord):
-                _write(options, seed, trial.name, stages, record, time.process_time() - started)
-            else:
-                stages.append(record)
+        try:
+            for record in run_trial(TrialConfig.from_dict(config | {"cache": cache}), ranks=Ranks()):
+                if isinstance(record, FinalRecord):
+                    _write(options, seed, trial.name, stages, record, time.process_time() - started)
+                else:
+                    stages.append(record)
+        except UserError as error:  # too large to train at all with this budget
+            print(f"{options.workload} s{seed} {trial.name:<18} {error}", flush=True)
 
 
 def _write(

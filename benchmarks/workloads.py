@@ -49,7 +49,7 @@ def _images(*, batch_size: int, learning_rate: float, stem_stride: int = 1, **da
     return {
         "data": data,
         "model": {"family": "resnet", "stem_stride": stem_stride},
-        "training": {"batch_size": batch_size, "learning_rate": learning_rate, "evaluate_samples": 1024},
+        "training": {"batch_size": batch_size, "learning_rate": learning_rate, "evaluate_samples": 512},
         "probe": {"samples": 1000, "train_samples": 1000},
     }
 
@@ -88,7 +88,7 @@ HELD_OUT: dict[str, dict[str, Any]] = {
         batch_size=64,
         learning_rate=0.005,
         stem_stride=2,
-        limits={"train": 20000, "probe": 1000, "val": 2000, "test": 10000},
+        limits={"train": 20000, "probe": 1000, "val": 1000, "test": 5000},
     ),
     "cifar": _images(
         name="cifar10",
@@ -96,7 +96,7 @@ HELD_OUT: dict[str, dict[str, Any]] = {
         batch_size=64,
         learning_rate=0.005,
         stem_stride=2,
-        limits={"train": 20000, "probe": 1000, "val": 2000, "test": 10000},
+        limits={"train": 20000, "probe": 1000, "val": 1000, "test": 5000},
     ),
 }
 

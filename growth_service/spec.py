@@ -5,6 +5,7 @@ ends in one :class:`JobFileError` with a line a mistake: where, which value, wha
 """
 
 import difflib
+import math
 import types
 from collections.abc import Callable
 from inspect import Parameter, signature
@@ -54,6 +55,7 @@ def _number(value: Any) -> Any:
 
 Flops = Annotated[float, _quantity("flops")]
 Bytes = Annotated[float, _quantity("bytes")]
+Seconds = Annotated[float, _quantity("seconds")]
 Nats = Annotated[float, _quantity("nats")]
 Number = Annotated[float, BeforeValidator(_number)]
 Share = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
@@ -138,12 +140,38 @@ class TrainingSpec(_Spec):
 
 
 class BudgetSpec(_Spec):
-    """Compute, in FLOPs: 2 per multiply-accumulate, probes and evaluations included."""
+    """What a trial and a study may cost. FLOPs are 2 per multiply-accumulate, probes and evaluations included.
+
+    A study ends with whichever of its limits comes first: no further trial starts, and where its time or money is used
+    up, running trials end after the stage that they are in.
+    """
 
     trial: Flops
     """What one trial may spend, for example ``"80 GFLOP"``."""
     study: Flops | None = None
     """What all trials together may spend; null: trials times ``trial``."""
+    trials: Count | None = None
+    """Most trials, listed and suggested; null: all."""
+    time: Seconds | None = None
+    """Most wall time of a study, resumed or not, for example ``"2 h"``; null: no limit."""
+    money: Annotated[Number, Field(gt=0)] | None = None
+    """Most that it may cost, in the currency of ``price_per_hour``; null: no limit."""
+    price_per_hour: Annotated[Number, Field(gt=0)] | None = None
+    """What an hour of the machines costs."""
+
+    @model_validator(mode="after")
+    def _priced(self) -> Self:
+        if self.money is not None and self.price_per_hour is None:
+            raise ValueError("budget.money needs budget.price_per_hour: what an hour of the machines costs")
+        return self
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds that time and money allow; infinite without either."""
+        of_money = math.inf
+        if self.money is not None and self.price_per_hour is not None:
+            of_money = self.money / self.price_per_hour * 3600
+        return min(math.inf if self.time is None else float(self.time), of_money)
 
 
 class ProbeSpec(_Spec):
@@ -279,7 +307,9 @@ class ResourcesSpec(_Spec):
     """Data-parallel workers of a trial; must divide ``training.shards``."""
     cpus_per_worker: Count = 1
     max_worker_restarts: Annotated[int, Field(ge=0, le=100)] = 3
-    """Restarts of a trial's workers after a fault, each from the last stage."""
+    """Restarts of a trial's workers after a fault, each from the last checkpoint."""
+    checkpoint_every: Seconds = 600.0
+    """How often a stage that is under way is kept; every finished stage is."""
 
 
 class CacheSpec(_Spec):

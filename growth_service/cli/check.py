@@ -41,7 +41,7 @@ def check_command(path: Path, *, overrides: list[str], as_json: bool) -> None:
     console.print(
         f"{cost['num_trials']} trials of {job.search.num_stages} stages, {cost['at_once']} at a time; at most "
         f"{format_flops(cost['study_flops'])} in all; about {format_seconds(cost['expected_s'])} here "
-        f"(training at the measured rates, {cost['start_s']:g} s to start each trial's workers); "
+        f"(training at the measured rates, and {cost['start_s']:g} s to start workers); "
         f"about {cost['disk_bytes'] / 2**20:.0f} MiB of checkpoints."
     )
 

@@ -149,7 +149,7 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
             console.print(profile_table(result.profile))
         _print_next(out(), job, result)
     if result.not_started:
-        console.print(f"{result.not_started} trials were not started: budget.study is used up", style="yellow")
+        console.print(f"{result.not_started} trials were not started: the study's budget is used up", style="yellow")
     for trial in result.failed:
         reason = trial.final.reason if trial.final else "unfinished"
         console.print(f"trial {trial.trial} failed: {reason}", style="red", soft_wrap=True)

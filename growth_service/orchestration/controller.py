@@ -98,6 +98,7 @@ def run_study(
     _check_dashboard()
     at_once = resources.concurrent(job, cpus=cpus)
     study_id = f"{folder.name}-{uuid.uuid4().hex[:8]}"
+    before_s = folder.state().get("ran_s", 0.0)
     folder.write_state(attempt=folder.state()["attempt"] + 1)
     exchange = make_exchange(study_id, restarts=job.resources.max_worker_restarts)
     lanes = Lanes(
@@ -125,6 +126,7 @@ def run_study(
         observer=watch,
         post=post,
         exchange=study_id,
+        ran_s=lambda: before_s + time.monotonic() - started,
     )
     live.register(study_id, study)
     tracker.open_study(folder.name, job=job.model_dump(mode="json"), job_text=job_text)
@@ -157,7 +159,7 @@ def run_study(
     )
     tracker.close_study(trials, summary=_summary(result), ok=not result.failed)
     storage.write_json(folder.path / "result.json", result.to_dict())
-    folder.write_state(status="finished")
+    folder.write_state(status="finished", ran_s=before_s + time.monotonic() - started)
     return result
 
 

@@ -15,7 +15,7 @@ from growth_service.training.ranks import one_thread
 from growth_service.training.stage_loop import StageLoop
 
 START_S = 12.0
-"""Starting the workers of one trial, measured on two cores; not a promise."""
+"""Starting the workers of a lane, once, measured on two cores; not a promise."""
 TIMED_BATCHES = 8
 
 
@@ -39,7 +39,7 @@ def cost_of(job: JobSpec, *, folder: Path) -> dict[str, Any]:
     listed = [_trial_cost(job, trial, data, folder, first[trial.name]) for trial in trials]
     at_once = resources.concurrent(job, cpus=float(os.cpu_count() or 1))
     workers = job.resources.workers
-    seconds = sum(job.budget.trial / t["flops_per_s"] / workers + START_S for t in listed)
+    seconds = sum(job.budget.trial / t["flops_per_s"] / workers for t in listed)
     num = resources.num_trials(job)
     return {
         "trials": listed,
@@ -47,7 +47,7 @@ def cost_of(job: JobSpec, *, folder: Path) -> dict[str, Any]:
         "at_once": at_once,
         "study_flops": resources.study_budget(job).total_flops,
         "start_s": START_S,
-        "expected_s": seconds * num / max(len(listed), 1) / at_once,
+        "expected_s": START_S + seconds * num / max(len(listed), 1) / at_once,
         "disk_bytes": sum(t["params"] * 4 * 3 * 2 * job.search.num_stages for t in listed),
     }
 

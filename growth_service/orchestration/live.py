@@ -12,6 +12,7 @@ from growth_service.core.budget import Budget
 from growth_service.core.decisions import Stop, decision_to_dict
 from growth_service.core.records import FinalRecord, StageRecord, TrialRecord, flops_reused
 from growth_service.core.referee import Referee, Verdict
+from growth_service.core.units import format_seconds
 from growth_service.errors import WorkFailedError
 from growth_service.orchestration.plan import PlannedTrial, suggested_trial, trial_config
 from growth_service.orchestration.storage import StudyFolder
@@ -64,11 +65,13 @@ class LiveStudy:
         observer: Observer,
         post: Callable[[Verdict], None],
         exchange: str,
+        ran_s: Callable[[], float],
     ) -> None:
         self.job, self.folder, self.data = job, folder, data
         self.tracker, self.observer, self.budget = tracker, observer, budget
         self._listed, self._suggester, self._post, self._exchange = listed, suggester, post, exchange
         self._num_suggested = job.search.suggest.trials if job.search.suggest else 0
+        self._ran_s = ran_s
         self._next = 0
         self._handed_out: list[str] = []
         self.planned: dict[str, PlannedTrial] = {}
@@ -87,14 +90,24 @@ class LiveStudy:
 
     @property
     def all_started(self) -> bool:
-        """True once no further trial will be asked for: all were, or the study's budget is used up."""
+        """True once no further trial will be asked for: all were, or a limit of the study is reached."""
         left = self.budget.free_flops + self.budget.reserved_flops
-        return self._next >= len(self._listed) + self._num_suggested or left < self.trial_flops
+        most = min(self._num_trials, self.job.budget.trials or self._num_trials)
+        return self._next >= most or left < self.trial_flops or self.out_of_time
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the study's time, or its money, is used up."""
+        return self._ran_s() >= self.job.budget.seconds
+
+    @property
+    def _num_trials(self) -> int:
+        return len(self._listed) + self._num_suggested
 
     @property
     def not_started(self) -> int:
-        """Trials that the study's budget did not pay for."""
-        return len(self._listed) + self._num_suggested - self._next
+        """Trials that the study's limits did not leave room for."""
+        return self._num_trials - self._next
 
     @property
     def trial_flops(self) -> int:
@@ -193,6 +206,7 @@ class LiveStudy:
             loss = final.loss_val if final.cause != "failed" else float("inf")
             self._suggester.tell(number, loss, float(final.flops_total))
         self.tracker.close_trial(record)
+        self.folder.write_state(ran_s=self._ran_s())
         self.observer.trial_done(record)
         self._publish(self.referee.hear_end(final.trial))
 
@@ -227,8 +241,12 @@ class LiveStudy:
 
     def _publish(self, verdicts: list[Verdict]) -> None:
         for verdict in verdicts:
-            self._verdicts.setdefault((verdict.trial, verdict.stage), verdict)
-            self._post(verdict)
+            given = verdict._replace(decision=self._out_of_time()) if self.out_of_time else verdict
+            self._post(self._verdicts.setdefault((verdict.trial, verdict.stage), given))
+
+    def _out_of_time(self) -> Stop:
+        allowed = format_seconds(self.job.budget.seconds)
+        return Stop(cause="budget", reason=f"the {allowed} that the study's time and money allow are used up")
 
     def _known_verdicts(self, record: StageRecord) -> list[Verdict]:
         """The verdict that a repeated record got before, if it has one."""

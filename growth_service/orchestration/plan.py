@@ -114,6 +114,7 @@ def trial_config(job: JobSpec, trial: PlannedTrial, *, data: dict[str, Any], fol
         folder=str(folder / "trials" / trial.name),
         data=str(folder / "data"),
         cache=_cache(job),
+        checkpoint_s=job.resources.checkpoint_every,
     )
 
 

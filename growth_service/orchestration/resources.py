@@ -26,8 +26,10 @@ def concurrent(job: JobSpec, *, cpus: float) -> int:
 
 
 def num_trials(job: JobSpec) -> int:
-    """Listed and suggested."""
-    return len(job.search.schedules) * job.search.repeats + (job.search.suggest.trials if job.search.suggest else 0)
+    """Listed and suggested, up to the most that may run."""
+    suggested = job.search.suggest.trials if job.search.suggest else 0
+    found = len(job.search.schedules) * job.search.repeats + suggested
+    return min(found, job.budget.trials or found)
 
 
 def study_budget(job: JobSpec) -> Budget:

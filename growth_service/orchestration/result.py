@@ -24,7 +24,7 @@ class StudyResult:
     profile: list[Part] = field(default_factory=list)
     """What the lanes spent their time on."""
     not_started: int = 0
-    """Trials that the study's budget did not pay for."""
+    """Trials that the study's limits did not leave room for."""
     machine: dict[str, float] = field(default_factory=dict)
     """CPU seconds of all processes (``cpu_s``)."""
     resumed: bool = False

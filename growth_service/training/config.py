@@ -30,6 +30,8 @@ class TrialConfig:
     """Folder of the prepared data set."""
     cache: dict[str, Any] | None = None
     """``{"folder": ..., "limit_bytes": ...}`` of the stage cache; None: run every stage."""
+    checkpoint_s: float = 600.0
+    """Seconds after which a stage that is under way is kept."""
     version: int = VERSION
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ aside.
 
 import math
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from growth_service.probing import SaturationReport
 from growth_service.probing.probe import Estimate
 from growth_service.training.augment import augmented
 from growth_service.training.batches import DataPosition, next_indices, shards_of
+from growth_service.training.checkpoint import load_checkpoint
 from growth_service.training.evaluate import Evaluation, evaluate, loss_sum
 from growth_service.training.gradients import ShardedGradients
 from growth_service.training.growing import StepTaken, take_step
@@ -29,6 +31,7 @@ from growth_service.training.looking import look, look_estimate
 from growth_service.training.optimizer import DECAY_SHARE, fresh_parameters, set_learning_rate, stage_rates
 from growth_service.training.ranks import weights_digest
 from growth_service.training.state import TrialState
+from growth_service.training.under_way import EVERY_STEPS, UnderWay, keep
 
 HEARTBEAT_S = 2.0
 EVALUATE_SAMPLES = 4096
@@ -109,12 +112,21 @@ class Stage:
         self._look_flops = 0
         """What the look after the stage will cost at most."""
 
-    def run(self) -> StageRecord:
-        """Step, train, fall back, evaluate, probe; what comes next is left open."""
+    def run(self, *, key: str, far: UnderWay | None = None) -> StageRecord:
+        """Step, train, fall back, evaluate, probe; what comes next is left open.
+
+        Args:
+            key: Address of the stage.
+            far: How far it was when it was kept; the state stands there.
+        """
         state = self.state
-        self._begin()
-        before = state.snapshot() if self._floor is not None else {}
-        self._train()
+        if far is None:
+            self._begin()
+            before = state.snapshot() if self._floor is not None else {}
+            far = self._at_the_start(key)
+        else:
+            before = self._resume(far)
+        self._train(far)
         on_train = self._evaluate("train")
         if self._floor is not None and not on_train.loss <= self._floor * self._slack():
             self._fallback = True
@@ -128,6 +140,32 @@ class Stage:
         digest = weights_digest(state.model)
         self.ranks.agree(digest, what=f"after stage {self.number}")
         return self._record(on_train, on_val, report, digest=digest)
+
+    def _at_the_start(self, key: str) -> UnderWay:
+        return UnderWay(
+            key=key,
+            step=0,
+            num_batches=self.planned_batches(already=self.spent, look_flops=self._look_flops),
+            spent=self.spent,
+            taken=self._taken,
+            losses=self._losses,
+            floor=self._floor,
+            look_flops=self._look_flops,
+            grown_s=self._grown_s,
+        )
+
+    def _resume(self, far: UnderWay) -> dict[str, Tensor]:
+        """Go on where the stage was kept; returns the weights with which its training began."""
+        self._taken, self._floor, self._look_flops = far.taken, far.floor, far.look_flops
+        self._losses = None if far.losses is None else _Losses(*far.losses)
+        self.spent, self._grown_s = far.spent, far.grown_s
+        self._started -= far.seconds
+        self.state.not_lost(far.spent)
+        if self._floor is None:
+            return {}
+        names = [f"{self.number:03d}-jumpboard"] if far.taken.words else [f"{self.number - 1:03d}"]
+        found = load_checkpoint(self.state.folder / "stages" / names[0])
+        return found.model.state_dict()
 
     def _slack(self) -> float:
         """Factor by which the training loss may rise."""
@@ -228,21 +266,19 @@ class Stage:
     def _estimate(self) -> Estimate:
         return look_estimate(self.state, self.schedule, last=self.extent.last, until=self.extent.until)
 
-    def _train(self) -> None:
-        """Train for as many global batches as the stage pays for."""
-        state, settings = self.state, self.config.training
-        num_batches = self.planned_batches(already=self.spent, look_flops=self._look_flops)
+    def _train(self, far: UnderWay) -> None:
+        """Train for as many global batches as the stage pays for, from where it is."""
+        state, settings, num_batches = self.state, self.config.training, far.num_batches
         self._check_trainable(num_batches)
-        started = last_beat = time.perf_counter()
+        started = last_beat = kept = time.perf_counter() - far.trained_s
         per_batch: int = settings["batch_size"] * state.cost.train
         state.model.train()
         with fresh_parameters(state.optimizer, self._new_parameters()):
-            for step in range(num_batches):
-                first = self.number == 0
-                rates = stage_rates(
-                    step / num_batches, settings, first=first, window=self.extent.window, scale=state.rate_scale
-                )
-                set_learning_rate(state.optimizer, rates)
+            for step in range(far.step, num_batches):
+                if self._is_due(step, kept):
+                    kept = time.perf_counter()
+                    keep(state, self._far(far, step=step, trained_s=kept - started))
+                self._set_rates(step / num_batches)
                 indices, state.position = next_indices(
                     state.position, subset=state.subset, batch_size=settings["batch_size"], seed=self.config.seed
                 )
@@ -260,6 +296,23 @@ class Stage:
                     last_beat = time.perf_counter()
                     state.beat(self.spent)
         self._trained_s = time.perf_counter() - started
+
+    def _set_rates(self, share: float) -> None:
+        """Learning rates after this share of the stage."""
+        first, window, scale = self.number == 0, self.extent.window, self.state.rate_scale
+        set_learning_rate(
+            self.state.optimizer, stage_rates(share, self.config.training, first=first, window=window, scale=scale)
+        )
+
+    def _is_due(self, step: int, kept: float) -> bool:
+        """Whether the stage is to be kept now: rank 0 looks at the clock, now and then."""
+        if step == 0 or step % EVERY_STEPS:
+            return False
+        return bool(self.ranks.broadcast(time.perf_counter() - kept > self.config.checkpoint_s))
+
+    def _far(self, begun: UnderWay, *, step: int, trained_s: float) -> UnderWay:
+        seconds = time.perf_counter() - self._started
+        return replace(begun, step=step, spent=self.spent, trained_s=trained_s, seconds=seconds)
 
     def _new_parameters(self) -> list[nn.Parameter]:
         """What the stage's own grow steps added, where that is to warm up by itself."""

@@ -24,6 +24,7 @@ from growth_service.core.decisions import (
 from growth_service.core.records import FinalRecord, StageRecord, flops_reused
 from growth_service.core.rules import decide
 from growth_service.models.sites import sites
+from growth_service.training import under_way
 from growth_service.training.config import TrialConfig
 from growth_service.training.evaluate import evaluate
 from growth_service.training.gradients import ShardedGradients
@@ -101,17 +102,29 @@ class StageLoop:
             if record is not None:
                 self._wrap()
             else:
-                record = self.stage.run()
+                record = self._run_here(key)
             state.key = key
             record = self._decided(record)
             state.history.append(record)
             state.save(f"{record.stage:03d}")
+            under_way.drop(state, stage=record.stage)
             if claim is not None and not record.reused and is_shareable(state, record, stage=self.stage):
                 claim.publish(*state.folders_of(record.stage))
         finally:
             if claim is not None:
                 claim.release()
         return record
+
+    def _run_here(self, key: str) -> StageRecord:
+        """The coming stage, from where it was kept if it was under way when this trial was killed."""
+        begun = under_way.find(self.state, key=key)
+        if begun is None:
+            return self.stage.run(key=key)
+        found, far = begun
+        logger.info("Trial %s goes on in stage %d at step %d", self.config.trial, self.state.stage, far.step)
+        self.state.stand_at(found)
+        self._wrap()
+        return self.stage.run(key=key, far=far)
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -194,6 +207,7 @@ class StageLoop:
             flops_reused=flops_reused(state.history),
         )
         state.write_final(final)
+        under_way.drop(state, stage=state.stage)
         return final
 
 

@@ -132,7 +132,7 @@ class TrialState:
 
     # -- keeping -----------------------------------------------------------------------------------
 
-    def save(self, name: str, *, jumpboard: bool = False) -> None:
+    def save(self, name: str, *, jumpboard: bool = False, under_way: dict[str, Any] | None = None) -> None:
         """Write a checkpoint; rank 0 writes, all wait."""
         if self.ranks.is_first:
             store.save_checkpoint(
@@ -152,6 +152,7 @@ class TrialState:
                         "targets_seen": self.targets_seen,
                         "cost_forward": self.cost.forward,
                         "key": self.key,
+                        "under_way": under_way,
                     },
                     history=[r.to_dict() for r in self.history],
                 ),
@@ -179,6 +180,11 @@ class TrialState:
         if self._lost["stage"] != self.stage:
             self._lost = {"stage": self.stage, "flops": 0, "times": 0}
         self._write("progress.json", {"stage": self.stage, "flops": flops, "lost": self._lost})
+
+    def not_lost(self, flops: int) -> None:
+        """Of what was counted as lost, so much was kept after all."""
+        self.flops_wasted -= flops
+        self._lost["flops"] -= flops
 
     def write_final(self, final: FinalRecord) -> None:
         """Keep the trial's last word; all ranks wait for it."""

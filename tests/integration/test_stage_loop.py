@@ -209,6 +209,61 @@ def test_a_trial_that_is_killed_while_training_goes_on_as_if_it_were_not(trial, 
     assert again[-2].attempt == 1
 
 
+@pytest.fixture
+def kept_always(monkeypatch):
+    """Keep a stage that is under way before each of its steps but the first."""
+    monkeypatch.setattr(stage, "EVERY_STEPS", 1)
+    monkeypatch.setattr(stage, "HEARTBEAT_S", 0.0)
+
+
+@pytest.mark.usefixtures("kept_always")
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.99])
+def test_a_long_stage_goes_on_from_where_it_was_kept(trial, data, tmp_path, share):
+    config = replace(configured(trial.name, tmp_path / "trial", data=data), checkpoint_s=0.0)
+    killed_at = int(share * trial.steps)
+    interrupt_training(config, step=killed_at)
+    with StepCounter() as counter:
+        again = run_to_end(config)
+    assert comparable(again) == comparable(trial.records)
+    assert counter.steps == trial.steps - killed_at  # not one step was done twice
+    assert again[-1].flops_wasted == 0
+    assert not list((tmp_path / "trial" / "stages").glob("*under-way"))
+
+
+@pytest.mark.usefixtures("kept_always")
+def test_only_what_came_after_the_stage_was_kept_is_lost(undisturbed, data, tmp_path, monkeypatch):
+    config = replace(trial_config(tmp_path / "trial", data=data), checkpoint_s=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "EVERY_STEPS", 2)
+        interrupt_training(config, step=3)
+        again = run_to_end(config)
+    assert comparable(again) == comparable(undisturbed["fixed"].records)
+    assert again[-1].flops_wasted == batch_flops(config)
+
+
+@pytest.mark.usefixtures("kept_always")
+def test_a_stage_is_not_kept_before_its_time(data, tmp_path):
+    config = trial_config(tmp_path / "trial", data=data)
+    interrupt_training(config, step=3)
+    assert not list((tmp_path / "trial" / "stages").glob("*under-way"))
+
+
+@pytest.mark.usefixtures("kept_always")
+@pytest.mark.parametrize("harm", ["damaged", "of another stage"])
+def test_what_was_kept_of_another_stage_or_is_damaged_is_not_used(undisturbed, data, tmp_path, harm):
+    config = replace(trial_config(tmp_path / "trial", data=data), checkpoint_s=0.0)
+    interrupt_training(config, step=3)
+    (kept,) = (tmp_path / "trial" / "stages").glob("*under-way")
+    if harm == "damaged":
+        (kept / "weights.safetensors").write_bytes(b"")
+    else:
+        config = replace(config, training=config.training | {"weight_decay": 0.5})
+    with StepCounter() as counter:
+        again = run_to_end(config)
+    assert (comparable(again) == comparable(undisturbed["fixed"].records)) is (harm == "damaged")
+    assert counter.steps == undisturbed["fixed"].steps
+
+
 # saves of the fixed trial: 000, 001-jumpboard, 001, 002-jumpboard, 002
 @pytest.mark.parametrize("save", [0, 1, 2, 3, 4])
 def test_a_trial_that_is_killed_while_saving_goes_on_as_if_it_were_not(undisturbed, data, tmp_path, monkeypatch, save):

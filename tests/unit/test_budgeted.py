@@ -91,11 +91,11 @@ def test_the_cosine_is_the_largest_of_a_block():
 
 
 def test_width_is_worth_less_as_long_as_training_and_held_out_data_agree():
-    def promised(cosine, step=Widen(), size=SIZES[2]):
-        return advantage(step, outlook(reading(candidates=(candidate(gain=0.3, cosine=cosine),)), size)).mean
+    def promised(cosine, size=SIZES[2]):
+        return advantage(size.change, outlook(reading(candidates=(candidate(gain=0.3, cosine=cosine),)), size)).mean
 
     assert promised(-0.5) == promised(0.0) > promised(0.5) > promised(1.0)
-    assert promised(0.0, Deepen(), SIZES[0]) == promised(1.0, Deepen(), SIZES[0])
+    assert promised(0.0, SIZES[0]) == promised(1.0, SIZES[0])
 
 
 def test_the_later_a_step_comes_the_less_it_is_worth():

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from growth_service.core.decisions import Stop, TrainOn
 from growth_service.core.records import FinalRecord
 from growth_service.errors import UserError, WorkFailedError
 from growth_service.orchestration import plan, resources, storage
@@ -33,6 +34,7 @@ class Study:
     """A live study without Ray, fed by hand."""
 
     def __init__(self, job, *, resume=False):
+        self.ran_s = 0.0
         self.folder = storage.open_study(job, resume=resume)
         data = prepare("digits", seed=0, target=self.folder.data)
         self.verdicts, self.seen = [], Seen()
@@ -50,6 +52,7 @@ class Study:
             observer=self.seen,
             post=self.verdicts.append,
             exchange="none",
+            ran_s=lambda: self.ran_s,
         )
 
     def finish(self, trial, *, loss=0.5, flops=1000):
@@ -285,3 +288,52 @@ def test_networks_that_do_not_fit_together_are_refused_with_the_schedule(tmp_pat
     data = prepare("digits", seed=0, target=tmp_path / "data")
     with pytest.raises(UserError, match=r"schedule odd: .*must have 2 entries each"):
         plan.check_networks(job, plan.planned_trials(job), data)
+
+
+# --- limits of a study ------------------------------------------------------------------------------
+
+
+def test_no_more_trials_start_than_the_budget_names(tmp_path):
+    study = Study(small_job(tmp_path, budget={"trial": "6 GFLOP", "trials": 2}))
+    assert [study.live.next_trial()[0] for _ in range(2)] == ["scratch", "joint"]
+    assert study.live.next_trial() is None
+    assert (study.live.all_started, study.live.not_started) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    "limit", [{"time": "1 h"}, {"money": 3, "price_per_hour": 3.0}, {"time": "2 h", "money": 1, "price_per_hour": 1}]
+)
+def test_a_study_out_of_time_or_money_starts_nothing_and_ends_what_runs(limit, tmp_path):
+    study = Study(small_job(tmp_path, budget={"trial": "6 GFLOP"} | limit))
+    study.live.next_trial()
+    study.live.hear_stage(stage_record(trial="scratch", stage=0))
+    study.ran_s = 3600.0
+    assert study.live.all_started
+    assert study.live.next_trial() is None
+    study.live.hear_stage(stage_record(trial="scratch", stage=1))
+    first, second = (v.decision for v in study.verdicts)
+    assert (type(first), type(second), second.cause) == (TrainOn, Stop, "budget")
+    assert "the 1 h 00 min" in second.reason
+
+
+def test_a_verdict_that_was_given_before_the_time_was_up_stands(tmp_path):
+    study = Study(small_job(tmp_path, budget={"trial": "6 GFLOP", "time": "1 h"}))
+    study.live.next_trial()
+    record = stage_record(trial="scratch", stage=0)
+    study.live.hear_stage(record)
+    study.ran_s = 3601.0
+    study.live.hear_stage(record)
+    assert study.verdicts[0] == study.verdicts[1]
+
+
+def test_the_time_of_a_study_is_kept_for_those_who_resume_it(tmp_path):
+    study = Study(small_job(tmp_path))
+    study.live.next_trial()
+    study.ran_s = 77.0
+    study.finish("scratch")
+    assert study.folder.state()["ran_s"] == 77.0
+
+
+def test_money_needs_a_price(tmp_path):
+    with pytest.raises(UserError, match=r"budget\.money needs budget\.price_per_hour"):
+        small_job(tmp_path, budget={"trial": "6 GFLOP", "money": 3})

@@ -44,7 +44,10 @@ def test_families_and_data_sets_of_the_job_file_are_those_that_exist():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("budget.trail=3", r"budget\.trail: unknown key; did you mean 'trial'\? allowed here: study, trial"),
+        (
+            "budget.trail=3",
+            r"budget\.trail: unknown key; did you mean 'trial'\? allowed here: money, price_per_hour, study, time,",
+        ),
         ("budget.trial=-3", r"budget\.trial: -3 must be a finite amount above zero"),
         ("budget.trial=3 parsec", r"budget\.trial: unit 'parsec' in '3 parsec' is unknown for flops: use one of FLOP"),
         ("budget.trial=true", r"budget\.trial: true is not a quantity"),
