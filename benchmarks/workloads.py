@@ -45,11 +45,13 @@ def _text(**data: Any) -> dict[str, Any]:
     }
 
 
-def _images(*, batch_size: int, learning_rate: float, stem_stride: int = 1, **data: Any) -> dict[str, Any]:
+def _images(
+    *, batch_size: int, learning_rate: float, stem_stride: int = 1, evaluate_samples: int = 1024, **data: Any
+) -> dict[str, Any]:
     return {
         "data": data,
         "model": {"family": "resnet", "stem_stride": stem_stride},
-        "training": {"batch_size": batch_size, "learning_rate": learning_rate, "evaluate_samples": 512},
+        "training": {"batch_size": batch_size, "learning_rate": learning_rate, "evaluate_samples": evaluate_samples},
         "probe": {"samples": 1000, "train_samples": 1000},
     }
 
@@ -88,6 +90,7 @@ HELD_OUT: dict[str, dict[str, Any]] = {
         batch_size=64,
         learning_rate=0.005,
         stem_stride=2,
+        evaluate_samples=512,
         limits={"train": 20000, "probe": 1000, "val": 1000, "test": 5000},
     ),
     "cifar": _images(
@@ -96,6 +99,7 @@ HELD_OUT: dict[str, dict[str, Any]] = {
         batch_size=64,
         learning_rate=0.005,
         stem_stride=2,
+        evaluate_samples=512,
         limits={"train": 20000, "probe": 1000, "val": 1000, "test": 5000},
     ),
 }
