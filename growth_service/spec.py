@@ -115,7 +115,10 @@ class TrainingSpec(_Spec):
     batch_size: Count = 64
     """Samples in a global batch, whatever the number of workers."""
     shards: Count = 4
-    """Pieces of a batch whose gradients are summed in one fixed tree: 1, 2 and 4 workers agree bit for bit."""
+    """Pieces of a batch, one after the other in a worker, whose gradients are summed in one fixed tree: 1, 2 and 4
+    workers agree bit for bit, and a worker needs memory for one piece only."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the passes of training; weights, updates, evaluations and certificates stay in fp32."""
     rates: Shape = "restarts"
     """Shape of the learning rate over a trial: ``restarts`` (each stage warms up and decays), ``wsd`` (steady, then
     one decay at the end of the budget) or ``cosine`` (one over the whole budget)."""
@@ -214,6 +217,9 @@ class SuggestSpec(_Spec):
     """``grid`` takes all combinations of a mapping of choices, in a shuffled order."""
     objectives: Annotated[tuple[Literal["loss", "flops"], ...], Field(min_length=1, max_length=2)] = ("loss",)
     """What is searched for: a low loss, or a low loss and little compute."""
+    warm_start: tuple[Name, ...] = ()
+    """Earlier studies in the same MLflow store, of the same data and budget, whose suggestions the sampler knows from
+    the start."""
 
 
 class SearchSpec(_Spec):

@@ -80,6 +80,7 @@ def _run_in(
 
     data = controller.prepare_study(job, folder)
     uri = tracking_uri(job)
+    _learn_from_earlier(job, folder, uri)
     try:
         tracker = MlflowTracker(uri, job.mlflow.experiment)
     except OSError as error:
@@ -102,6 +103,16 @@ def _run_in(
     after = {"wrap up": ended - ray_up - sum(result.phases_s.values()), "stop Ray": time.monotonic() - ended}
     result.phases_s.update(before | result.phases_s | after)
     return result
+
+
+def _learn_from_earlier(job: JobSpec, folder: storage.StudyFolder, uri: str) -> None:
+    """Keep what the studies that a job names to start from have found, once."""
+    from growth_service.tracking.mlflow_reader import read_points
+
+    if job.search.suggest is None or folder.known_points() is not None:
+        return
+    points = [point for name in job.search.suggest.warm_start for point in read_points(uri, study=name)]
+    folder.keep_known_points([point.to_dict() for point in points])
 
 
 def check_light(job: JobSpec) -> None:

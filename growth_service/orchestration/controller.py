@@ -19,6 +19,7 @@ from growth_service.orchestration.lanes import Lanes, last_line
 from growth_service.orchestration.profile import profile_of
 from growth_service.orchestration.result import StudyResult
 from growth_service.orchestration.runtime import DRIVER_MEMORY_BYTES
+from growth_service.orchestration.sampling import Known
 from growth_service.orchestration.scheduler import FailureListener, SaturationScheduler
 from growth_service.orchestration.searcher import StudySearcher, WaveSuggester
 from growth_service.orchestration.storage import StudyFolder
@@ -119,7 +120,7 @@ def run_study(
         folder=folder,
         data=data,
         listed=plan.planned_trials(job),
-        suggester=WaveSuggester(job, wave_size=job.search.concurrent_trials) if job.search.suggest else None,
+        suggester=_suggester(job, folder),
         budget=resources.study_budget(job),
         wave_size=job.search.concurrent_trials,
         tracker=tracker,
@@ -161,6 +162,16 @@ def run_study(
     storage.write_json(folder.path / "result.json", result.to_dict())
     folder.write_state(status="finished", ran_s=before_s + time.monotonic() - started)
     return result
+
+
+def _suggester(job: JobSpec, folder: StudyFolder) -> WaveSuggester | None:
+    """The sampler of a job, if it has one, with what is known from earlier studies."""
+    suggest = job.search.suggest
+    if suggest is None:
+        return None
+    points = folder.known_points() or []
+    known = [Known(p["drawn"], [float(p[objective]) for objective in suggest.objectives]) for p in points]
+    return WaveSuggester(job, wave_size=job.search.concurrent_trials, known=known)
 
 
 def _fit(study_id: str, folder: StudyFolder, *, at_once: int) -> dict[str, str]:

@@ -47,6 +47,9 @@ class Suggester(Protocol):
     def ask(self, number: int) -> dict[str, Any] | None:
         """Suggest, or None to wait."""
 
+    def drawn(self, number: int) -> dict[str, Any]:
+        """What was drawn for a suggestion."""
+
 
 class LiveStudy:
     """State of a running study: what was planned, started, heard and decided."""
@@ -131,6 +134,7 @@ class LiveStudy:
                 schedule=found.schedule,
                 seed=trial.seed,
                 storage=str((self.folder.trials / trial.name).resolve()),
+                drawn=self._drawn(trial.index),
             )
             if found.final is None:
                 self._handed_out.append(trial.name)
@@ -158,6 +162,10 @@ class LiveStudy:
         trial = suggested_trial(self.job, index=index, arguments=arguments)
         self.referee.enlist(trial.name, index=index)
         return trial
+
+    def _drawn(self, index: int) -> dict[str, Any] | None:
+        number = index - len(self._listed)
+        return self._suggester.drawn(number) if self._suggester is not None and number >= 0 else None
 
     def _tune_config(self, trial: PlannedTrial) -> dict[str, Any]:
         config = trial_config(self.job, trial, data=self.data, folder=self.folder.path.resolve())

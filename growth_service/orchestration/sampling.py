@@ -1,8 +1,11 @@
 """How Optuna samples a space of schedules. Knows no Ray."""
 
 import json
+import logging
 import math
-from typing import Any
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import optuna
 
@@ -13,6 +16,8 @@ from growth_service.spec import JobSpec, SuggestSpec
 from search_spaces import space
 from search_spaces.spaces import grid_of
 
+logger = logging.getLogger(__name__)
+optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of each study that it makes
 REHEARSALS = 16
 """Draws from a space that are resolved before anything starts."""
 
@@ -65,6 +70,35 @@ def _drawn(drawing: Any, trial: optuna.Trial, name: Any) -> dict[str, Any]:
     except Exception as error:
         raise UserError(f"search.suggest.space: {name} failed ({type(error).__name__}: {error})") from error
     return as_json(arguments, name=name)
+
+
+class Known(NamedTuple):
+    """A point of the space whose objectives are known from an earlier study."""
+
+    drawn: dict[str, Any]
+    values: list[float]
+
+
+def add_known(study: optuna.Study, drawing: Any, known: Sequence[Known]) -> int:
+    """Tell a fresh study what is known; returns how many points fit its space.
+
+    A point that lacks a value, or whose values are outside the space as it is now, is left out.
+    """
+    added = 0
+    for point in known:
+        trial = optuna.trial.FixedTrial(point.drawn)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # a value outside its range is a warning there
+                drawing(trial)
+        except Exception as error:  # noqa: BLE001  # the space is the user's own
+            logger.warning("An earlier suggestion %s does not fit the space: %s", point.drawn, error)
+            continue
+        study.add_trial(
+            optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, values=point.values)
+        )
+        added += 1
+    return added
 
 
 def as_json(arguments: Any, *, name: Any) -> dict[str, Any]:

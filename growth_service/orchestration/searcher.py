@@ -5,20 +5,23 @@ written into the study's journal before its trial starts; a resumed study asks t
 same questions again and gets the same answers.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import optuna
 from ray.tune.search import Searcher
 from ray.tune.search.optuna import OptunaSearch
 
 from growth_service.errors import WorkFailedError
 from growth_service.orchestration import live
-from growth_service.orchestration.sampling import as_json, sampler_of
+from growth_service.orchestration.sampling import Known, add_known, as_json, sampler_of
 from growth_service.spec import JobSpec
 from search_spaces import space
 from search_spaces.spaces import Space
 
 _METRICS = {"loss": "loss_val", "flops": "flops"}
 _ENTRY = "schedule_entry"
+_STUDY = "growth"
 
 
 def _whole(space: Space) -> Space:
@@ -29,20 +32,32 @@ def _whole(space: Space) -> Space:
 class WaveSuggester:
     """Optuna's define-by-run search, asked and told in waves."""
 
-    def __init__(self, job: JobSpec, *, wave_size: int) -> None:
-        assert job.search.suggest is not None
-        self._wave_size = wave_size
-        self._name = job.search.suggest.space
-        names = [_METRICS[o] for o in job.search.suggest.objectives]
+    def __init__(self, job: JobSpec, *, wave_size: int, known: Sequence[Known] = ()) -> None:
+        suggest = job.search.suggest
+        assert suggest is not None
+        self._wave_size, self._name = wave_size, suggest.space
+        names, drawing = [_METRICS[o] for o in suggest.objectives], _whole(space(suggest.space))
+        sampler = sampler_of(suggest, wave_size=wave_size)
+        storage = optuna.storages.InMemoryStorage()
+        self._study = optuna.create_study(
+            storage=storage, study_name=_STUDY, sampler=sampler, directions=["minimize"] * len(names)
+        )
+        self._first = add_known(self._study, drawing, known)
         self._inner = OptunaSearch(
-            space=_whole(space(job.search.suggest.space)),
+            space=drawing,
             metric=names if len(names) > 1 else names[0],
             mode=["min"] * len(names) if len(names) > 1 else "min",
-            sampler=sampler_of(job.search.suggest, wave_size=wave_size),
+            sampler=sampler,
+            storage=storage,
+            study_name=_STUDY,
         )
         self._asked: list[dict[str, Any]] = []
         self._told = 0
         self._results: dict[int, dict[str, float]] = {}
+
+    def drawn(self, number: int) -> dict[str, Any]:
+        """What the sampler drew for suggestion ``number``, by name."""
+        return dict(self._study.trials[self._first + number].params)
 
     def tell(self, number: int, loss: float, flops: float = 0.0) -> None:
         """Note loss and compute of suggestion ``number`` (an infinite loss for a failed trial)."""

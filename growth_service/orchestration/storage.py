@@ -64,6 +64,18 @@ class StudyFolder:
         kept = "".join(json.dumps(e) + "\n" for e in self.journal())  # without a line that a kill cut short
         write_text(path, kept + json.dumps(entry) + "\n")
 
+    def known_points(self) -> list[dict[str, Any]] | None:
+        """What earlier studies told the sampler when this one began; None: it has not begun."""
+        try:
+            points: list[dict[str, Any]] = json.loads((self.path / "warm_start.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return points
+
+    def keep_known_points(self, points: list[dict[str, Any]]) -> None:
+        """Write down what the sampler is told at the start: a resumed study tells it the same."""
+        write_json(self.path / "warm_start.json", points)
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other drivers out of this study while inside.

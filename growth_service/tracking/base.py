@@ -33,6 +33,8 @@ MAX_REASON = 5000
 _MAX_PARAMS = 90  # MLflow takes 100 in one batch
 _MAX_PARAM = 500
 _PARENT_TAG = "mlflow.parentRunId"
+DRAWN_TAG = "growth.drawn"
+"""Of a suggested trial: what the sampler drew, as JSON."""
 
 
 class Tracker(Protocol):
@@ -51,7 +53,15 @@ class Tracker(Protocol):
             job_text: The job file as written, kept as ``job.yaml``.
         """
 
-    def open_trial(self, trial: str, *, schedule: dict[str, Any], seed: int, storage: str | None = None) -> None:
+    def open_trial(
+        self,
+        trial: str,
+        *,
+        schedule: dict[str, Any],
+        seed: int,
+        storage: str | None = None,
+        drawn: dict[str, Any] | None = None,
+    ) -> None:
         """Start or resume a trial of the open study.
 
         A trial that was killed or failed runs again; a finished one stays finished.
@@ -61,6 +71,7 @@ class Tracker(Protocol):
             schedule: Its growth schedule as plain JSON.
             seed: Of the trial.
             storage: Folder of its checkpoints, where there is one.
+            drawn: What a sampler drew for it, where one did: name to plain value.
 
         Raises:
             RuntimeError: If no study is open, or the trial is known with another schedule or seed.
@@ -187,7 +198,15 @@ class RunTracker:
         self._store.log_text(self._study_run, job_text, "job.yaml")
         self._study, self._trials = name, {}
 
-    def open_trial(self, trial: str, *, schedule: dict[str, Any], seed: int, storage: str | None = None) -> None:
+    def open_trial(
+        self,
+        trial: str,
+        *,
+        schedule: dict[str, Any],
+        seed: int,
+        storage: str | None = None,
+        drawn: dict[str, Any] | None = None,
+    ) -> None:
         """See :meth:`Tracker.open_trial`."""
         study = self._require_study()
         params = flat_params(schedule, name="schedule")
@@ -197,6 +216,7 @@ class RunTracker:
         if run is None:
             tags = {"growth.kind": "trial", "growth.trial": trial, "growth.study": study}
             tags |= {_PARENT_TAG: self._study_run} | ({"growth.storage": storage} if storage else {})
+            tags |= {DRAWN_TAG: to_json(drawn)} if drawn else {}
             run_id, stored = self._store.create(trial, tags=tags), None
             state = _Trial(run_id=run_id)
         else:

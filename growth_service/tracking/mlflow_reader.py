@@ -1,15 +1,16 @@
 """Reading studies and runs back from MLflow, as the records that were written."""
 
 import json
+import math
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from growth_service.core.records import StageRecord, TrialRecord
 from growth_service.core.units import format_flops
 from growth_service.errors import UserError
-from growth_service.tracking.base import EVENTS, SCHEDULE, STAGES
+from growth_service.tracking.base import DRAWN_TAG, EVENTS, SCHEDULE, STAGES
 from growth_service.tracking.jsontext import from_json
 from growth_service.tracking.mlflow_client import first_line, open_client, search_all, sqlite_path
 
@@ -35,8 +36,26 @@ class StudyRecords:
     """Trials that have ended, failed ones included, in the order they were started."""
     unfinished: list[TrialRecord] = field(default_factory=list)
     """The stages so far of trials that run or were killed; ``final`` is None."""
+    drawn: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What a sampler drew, by trial."""
     left_out: list[str] = field(default_factory=list)
     """One line for each trial that is not in ``trials``: which, and why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlierPoint:
+    """What a sampler drew once, and what came of it."""
+
+    trial: str
+    drawn: dict[str, Any]
+    """Plain values by the name under which they were drawn."""
+    loss: float
+    """Validation loss at the end, in nats."""
+    flops: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +108,21 @@ def read_study(tracking_uri: str, *, experiment: str | None = None, study: str |
     for run in search_all(client, [parent.info.experiment_id], below):
         _add_trial(out, client, run)
     return out
+
+
+def read_points(tracking_uri: str, *, study: str) -> list[EarlierPoint]:
+    """The suggested trials of a study that ended well, in the order in which they were started.
+
+    Raises:
+        UserError: If store or study do not exist.
+    """
+    found = read_study(tracking_uri, study=study)
+    points = []
+    for trial in found.trials:
+        drawn, final = found.drawn.get(trial.trial), trial.final
+        if drawn and final is not None and math.isfinite(final.loss_val):
+            points.append(EarlierPoint(drawn=drawn, loss=final.loss_val, flops=final.flops_total, trial=trial.trial))
+    return points
 
 
 def find_run(tracking_uri: str, run: str) -> FoundRun:
@@ -156,6 +190,8 @@ def _open(tracking_uri: str) -> "tuple[MlflowClient, list[Experiment]]":
 def _add_trial(out: StudyRecords, client: "MlflowClient", run: "Run") -> None:
     """Read one trial into ``out``: ended, unfinished, or only a line why not."""
     trial = run.data.tags.get("growth.trial", run.info.run_name or run.info.run_id)
+    if DRAWN_TAG in run.data.tags:
+        out.drawn[trial] = from_json(run.data.tags[DRAWN_TAG])
     head = f"{trial} ({run.info.status}, run {run.info.run_id})"
     try:
         if run.info.status in _ENDED:  # else a record is of an earlier attempt, or about to be final

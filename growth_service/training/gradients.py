@@ -5,7 +5,9 @@ training does it, with a communication hook that gathers and sums in tree order.
 ranks give equal bits.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,13 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 from growth_service.training.ranks import Ranks, tree_sum
 
 Shard = tuple[Tensor, Tensor]
+Precision = Literal["fp32", "bf16"]
+"""Of the forward and backward passes of training; weights, their updates, evaluations and certificates stay in fp32."""
 
 
 class ShardedGradients:
     """Fills ``.grad`` with the gradient of the mean loss over all shards of a batch."""
 
-    def __init__(self, model: nn.Module, *, ranks: Ranks, num_shards: int) -> None:
+    def __init__(self, model: nn.Module, *, ranks: Ranks, num_shards: int, precision: Precision = "fp32") -> None:
         self._model, self._ranks, self._num_shards = model, ranks, num_shards
+        self._half = precision == "bf16"
+        if self._half:  # RMS norms say that they are not fused then
+            warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
         self._stash: list[dict[nn.Parameter, Tensor]] = []
         self._parallel: DistributedDataParallel | None = None
         self.rewrap()
@@ -53,7 +60,9 @@ class ShardedGradients:
             last_of_many = self._parallel is not None and index == per_rank - 1
             network = self._parallel if last_of_many else self._model
             assert network is not None
-            loss = loss_sum(network(inputs), targets) / num_samples
+            with torch.autocast(inputs.device.type, dtype=torch.bfloat16, enabled=self._half):
+                outputs = network(inputs)
+            loss = loss_sum(outputs.float() if self._half else outputs, targets) / num_samples
             seen, losses = seen + len(targets), losses + float(loss.detach()) * num_samples
             if last_of_many:
                 for parameter in self._parameters:

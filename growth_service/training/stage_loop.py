@@ -82,8 +82,13 @@ class StageLoop:
 
     def _wrap(self) -> None:
         """Gradients and the coming stage of the network that is there."""
-        shards = self.config.training["shards"]
-        self.gradients = ShardedGradients(self.state.model, ranks=self.ranks, num_shards=shards)
+        settings = self.config.training
+        self.gradients = ShardedGradients(
+            self.state.model,
+            ranks=self.ranks,
+            num_shards=settings["shards"],
+            precision=settings.get("precision", "fp32"),
+        )
         self.stage = self._coming()
 
     def _coming(self) -> Stage:

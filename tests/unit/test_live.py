@@ -7,6 +7,7 @@ from growth_service.core.records import FinalRecord
 from growth_service.errors import UserError, WorkFailedError
 from growth_service.orchestration import plan, resources, storage
 from growth_service.orchestration.live import UNEXPLAINED, LiveStudy
+from growth_service.orchestration.sampling import Known
 from growth_service.orchestration.searcher import WaveSuggester
 from growth_service.tracking.memory import MemoryTracker
 from growth_service.training.datasets import prepare
@@ -38,7 +39,7 @@ class Study:
         self.folder = storage.open_study(job, resume=resume)
         data = prepare("digits", seed=0, target=self.folder.data)
         self.verdicts, self.seen = [], Seen()
-        tracker = MemoryTracker()
+        self.tracker = tracker = MemoryTracker()
         tracker.open_study(self.folder.name, job={}, job_text="")
         self.live = LiveStudy(
             job,
@@ -337,3 +338,46 @@ def test_the_time_of_a_study_is_kept_for_those_who_resume_it(tmp_path):
 def test_money_needs_a_price(tmp_path):
     with pytest.raises(UserError, match=r"budget\.money needs budget\.price_per_hour"):
         small_job(tmp_path, budget={"trial": "6 GFLOP", "money": 3})
+
+
+# --- starting from earlier studies --------------------------------------------------------------------
+
+
+MAPPING = {"use": "joint", "confidence": {"low": 0.3, "high": 0.9}, "inner": ["copy", "random"]}
+
+
+def suggested(known=(), *, number=8):
+    """The first suggestions of a sampler, and the sampler."""
+    job = small_job("nowhere", search__suggest={"space": MAPPING, "trials": number, "seed": 3})
+    found = WaveSuggester(job, wave_size=number, known=known)
+    return [found.ask(k)["confidence"] for k in range(number)], found
+
+
+def test_a_sampler_that_knows_earlier_points_searches_near_the_good_ones():
+    tried = [0.3 + 0.006 * k for k in range(100)]
+    known = [Known({"confidence": x, "inner": 0}, [abs(x - 0.8)]) for x in tried]
+    fresh, _ = suggested()
+    warm, suggester = suggested(known)
+    assert sum(abs(x - 0.8) for x in warm) < 0.6 * sum(abs(x - 0.8) for x in fresh)
+    assert [suggester.drawn(k)["confidence"] for k in range(8)] == warm
+    assert suggested(known)[0] == warm  # the same again for those who resume
+
+
+def test_points_that_do_not_fit_the_space_any_more_are_left_out():
+    known = [
+        Known({"confidence": 0.95, "inner": 0}, [0.1]), Known({"inner": 0}, [0.1]),
+        Known({"confidence": 0.5, "inner": 2}, [0.1]), Known({}, [0.1]),
+    ]  # fmt: skip
+    assert suggested(known)[0] == suggested()[0]
+
+
+def test_what_was_drawn_is_recorded_with_the_trial(tmp_path):
+    study = Study(small_job(tmp_path, search__suggest=SUGGEST))
+    for name in ("scratch", "joint", "late"):
+        study.live.next_trial()
+        study.finish(name)
+    name, _ = study.live.next_trial()
+    (run,) = [r for r in study.tracker.memory.runs.values() if r.tags.get("growth.trial") == name]
+    drawn = json.loads(run.tags["growth.drawn"])
+    assert {"data_share", "tolerance", "inner", "units"} <= set(drawn)
+    assert not any("growth.drawn" in r.tags for r in study.tracker.memory.runs.values() if r is not run)

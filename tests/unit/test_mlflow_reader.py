@@ -7,7 +7,7 @@ import pytest
 
 from growth_service.errors import UserError
 from growth_service.tracking.mlflow_client import sqlite_path
-from growth_service.tracking.mlflow_reader import find_run, read_study
+from growth_service.tracking.mlflow_reader import find_run, read_points, read_study
 from growth_service.tracking.mlflow_writer import MlflowTracker
 from tests.factories import schedule_dict, stage_record, trial_record
 
@@ -168,3 +168,29 @@ def test_an_unknown_run_is_an_error_that_names_what_there_is(uri: str) -> None:
 )
 def test_only_a_sqlite_file_has_a_path(uri: str, path: Path | None) -> None:
     assert sqlite_path(uri) == path
+
+
+def test_what_a_sampler_drew_comes_back_with_what_came_of_it(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    tracker = MlflowTracker(uri, "digits")
+    tracker.open_study("searched", job={}, job_text="")
+    tracker.open_trial("scratch", schedule=schedule_dict(), seed=11)
+    for number in range(3):
+        tracker.open_trial(
+            f"suggested-{number}", schedule=schedule_dict(), seed=11, drawn={"confidence": 0.5 + 0.1 * number}
+        )
+    failed = trial_record("suggested-2", num_stages=0, cause="failed")
+    tracker.close_study(
+        [trial_record("scratch"), trial_record("suggested-0"), trial_record("suggested-1"), failed], summary={}, ok=True
+    )
+
+    points = read_points(uri, study="searched")
+
+    final = trial_record("suggested-0").final
+    assert [(p.trial, p.drawn) for p in points] == [
+        ("suggested-0", {"confidence": 0.5}), ("suggested-1", {"confidence": 0.6}),
+    ]  # fmt: skip
+    assert final is not None
+    assert (points[0].loss, points[0].flops) == (final.loss_val, final.flops_total)
+    with pytest.raises(UserError, match="no study 'other'"):
+        read_points(uri, study="other")

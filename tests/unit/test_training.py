@@ -282,6 +282,22 @@ def test_gradients_of_a_second_batch_replace_those_of_the_first():
         torch.testing.assert_close(parameter.grad, wanted[key], rtol=1e-12, atol=1e-15, msg=key)
 
 
+@pytest.mark.parametrize("name", list(FAMILY_SPECS))
+def test_half_precision_changes_the_passes_and_neither_weights_nor_gradients_types(name):
+    model = family(name)
+    inputs, targets = family_data(name, num=32)
+    wanted = plain_gradients(model, inputs, targets)
+    shards = list(zip(inputs.chunk(4), targets.chunk(4), strict=True))
+    ShardedGradients(model, ranks=Ranks(), num_shards=4, precision="bf16").backward(shards, loss_sum)
+    differs = False
+    for key, parameter in model.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        # eight bits of mantissa, through some layers
+        assert (parameter.grad - wanted[key]).norm() <= 0.05 * wanted[key].norm() + 1e-6, key
+        differs |= not torch.equal(parameter.grad, wanted[key])
+    assert differs
+
+
 def test_parameters_added_since_get_gradients_after_a_rewrap():
     model = family("mlp", dtype=torch.float64)
     gradients = ShardedGradients(model, ranks=Ranks(), num_shards=2)
