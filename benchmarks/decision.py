@@ -23,6 +23,7 @@ import numpy as np
 from scipy.optimize import lsq_linear
 
 from benchmarks.workloads import CALIBRATION, job_data
+from growth_service.core.advantage import BLIND_LINES, LINES
 from growth_service.core.policies import FixedSteps, Sight
 from growth_service.core.records import FinalRecord, StageRecord
 from growth_service.core.schedule import GrowthSchedule, InitialSize
@@ -291,7 +292,7 @@ def policy_regret(paths: list[Path], inputs_of: dict[str, tuple[str, ...]], *, c
     for fork in forks_of(paths):
         cells.setdefault((fork.workload, fork.cell), {})[fork.step] = fork
     whole = [(w, {s: c[s] for s in chosen}) for (w, _), c in cells.items() if set(chosen) <= set(c)]
-    print(f"\n### the policy, on each workload left out: {chosen}\n")
+    print(f"\n### the policy {'seeing' if inputs_of is CHOSEN else 'blind'}, on each workload left out\n")
     print("| workload | cells | regret | of never growing |\n|---|---|---|---|")
     for left_out in sorted({w for w, _ in whole}):
         lost, never = [], []
@@ -299,8 +300,8 @@ def policy_regret(paths: list[Path], inputs_of: dict[str, tuple[str, ...]], *, c
         for step, inputs in chosen.items():
             known = [f for w, c in whole if w != left_out for f in (c[step],)]
             line = _least_squares(known, inputs)
-            errors = [abs(float(line @ [f.inputs[i] for i in inputs]) - f.advantage) for f in known]
-            fitted[step] = (inputs, line, NormalDist().inv_cdf(confidence) * 1.25 * statistics.fmean(errors))
+            sd = (LINES if inputs_of is CHOSEN else BLIND_LINES)[step].sd
+            fitted[step] = (inputs, line, NormalDist().inv_cdf(confidence) * sd)
         for _, cell in ((w, c) for w, c in whole if w == left_out):
             lower = {
                 s: float(line @ [cell[s].inputs[i] for i in inputs]) - off for s, (inputs, line, off) in fitted.items()
