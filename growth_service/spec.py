@@ -283,7 +283,7 @@ class SchedulerSpec(_Spec):
     rule: RuleName = "law"
     """``law``: even an optimistic learning curve would not reach what a finished trial reached. ``ratio``: a loss many
     times the best at no more compute. ``median``, ``asha``: the well-known ones. ``none``."""
-    optimism: Annotated[Number, Field(ge=1, le=10)] = 1.25
+    optimism: Annotated[Number, Field(ge=1, le=10)] = 1.5
     """Power by which improvements still to come may exceed the best that was seen (``law``)."""
     margin: Annotated[Number, Field(ge=0, le=1)] = 0.02
     """Share by which the optimistic loss must miss the best (``law``)."""

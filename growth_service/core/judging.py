@@ -38,7 +38,7 @@ class Rule:
     """``law``: by an optimistic learning curve. ``ratio``: a loss many times that of the best at no more compute.
     ``median``: worse than the median of finished trials after the same stage (Golovin et al. 2017). ``asha``: not
     among the best 1 / ``reduction`` after stages 0, 1, 3, 7, ... (Li et al. 2020, arXiv:1810.05934). ``none``."""
-    optimism: float = 1.25
+    optimism: float = 1.5
     """Power by which improvements still to come may exceed the best that was seen, >= 1 (``law``)."""
     margin: float = 0.02
     """Share by which the optimistic loss must miss the best (``law``)."""
