@@ -35,9 +35,9 @@ def ran(monkeypatch):
     found = []
     run = stage.Stage.run
 
-    def spy(self):
+    def spy(self, **arguments):
         found.append((self.config.trial, self.number))
-        return run(self)
+        return run(self, **arguments)
 
     monkeypatch.setattr(stage.Stage, "run", spy)
     return found
