@@ -218,8 +218,14 @@ class SuggestSpec(_Spec):
     objectives: Annotated[tuple[Literal["loss", "flops"], ...], Field(min_length=1, max_length=2)] = ("loss",)
     """What is searched for: a low loss, or a low loss and little compute."""
     warm_start: tuple[Name, ...] = ()
-    """Earlier studies in the same MLflow store, of the same data and budget, whose suggestions the sampler knows from
-    the start."""
+    """Earlier studies in the same MLflow store, of the same data and budget, whose suggestions the sampler (``tpe``)
+    knows from the start."""
+
+    @model_validator(mode="after")
+    def _learns(self) -> Self:
+        if self.warm_start and self.sampler != "tpe":
+            raise ValueError(f"warm_start needs sampler tpe: {self.sampler} learns nothing from results")
+        return self
 
 
 class SearchSpec(_Spec):

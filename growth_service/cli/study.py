@@ -1,5 +1,6 @@
 """``growth run``, and :func:`run_job` for Python."""
 
+import logging
 import os
 import shutil
 import signal
@@ -25,6 +26,9 @@ from search_spaces import listed_schedules, space
 
 if TYPE_CHECKING:
     from growth_service.orchestration.result import StudyResult
+
+
+logger = logging.getLogger(__name__)
 
 
 class _Silent:
@@ -106,13 +110,27 @@ def _run_in(
 
 
 def _learn_from_earlier(job: JobSpec, folder: storage.StudyFolder, uri: str) -> None:
-    """Keep what the studies that a job names to start from have found, once."""
+    """Keep what the studies that a job names to start from have found, once.
+
+    Raises:
+        UserError: If there is no such study, or nothing that it found fits the job's space.
+    """
+    from growth_service.orchestration import sampling
     from growth_service.tracking.mlflow_reader import read_points
 
-    if job.search.suggest is None or folder.known_points() is not None:
+    suggest = job.search.suggest
+    if suggest is None or not suggest.warm_start or folder.known_points() is not None:
         return
-    points = [point for name in job.search.suggest.warm_start for point in read_points(uri, study=name)]
-    folder.keep_known_points([point.to_dict() for point in points])
+    points = [point.to_dict() for name in suggest.warm_start for point in read_points(uri, study=name)]
+    usable = sampling.fitting(suggest, sampling.known_points(suggest, points))
+    names = ", ".join(suggest.warm_start)
+    if not usable:
+        raise UserError(
+            f"search.suggest.warm_start: of {len(points)} suggestions in {names} none fits the space "
+            f"{suggest.space}: name studies that searched the same space"
+        )
+    logger.info("The sampler starts from %d of %d suggestions in %s", len(usable), len(points), names)
+    folder.keep_known_points(points)
 
 
 def check_light(job: JobSpec) -> None:
@@ -151,6 +169,8 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
         )
     if as_json:
         emit_json(result.to_dict())
+    elif not result.trials:
+        console.print("no trial could start within the limits of the study", style="yellow")
     else:
         out().print(study_summary(result.trials, result.frontier, result.preference))
         if result.saved_flops:
@@ -160,11 +180,11 @@ def run_command(path: Path, *, overrides: list[str], resume: bool, as_json: bool
             console.print(profile_table(result.profile))
         _print_next(out(), job, result)
     if result.not_started:
-        console.print(f"{result.not_started} trials were not started: the study's budget is used up", style="yellow")
+        console.print(f"{result.not_started} trials were not started: the study's limits are reached", style="yellow")
     for trial in result.failed:
         reason = trial.final.reason if trial.final else "unfinished"
         console.print(f"trial {trial.trial} failed: {reason}", style="red", soft_wrap=True)
-    return 1 if result.failed else 0
+    return 1 if result.failed or not result.trials else 0
 
 
 def _print_saved(console: Console, result: "StudyResult") -> None:

@@ -11,7 +11,7 @@ from ray import tune
 from growth_service.core.decisions import decision_to_dict
 from growth_service.core.records import StageRecord, TrialRecord
 from growth_service.core.referee import Verdict
-from growth_service.errors import ResourceError
+from growth_service.errors import ResourceError, WorkFailedError
 from growth_service.orchestration import live, plan, resources, sampling, storage
 from growth_service.orchestration.exchange import make_exchange
 from growth_service.orchestration.following import follow_trial
@@ -19,7 +19,6 @@ from growth_service.orchestration.lanes import Lanes, last_line
 from growth_service.orchestration.profile import profile_of
 from growth_service.orchestration.result import StudyResult
 from growth_service.orchestration.runtime import DRIVER_MEMORY_BYTES
-from growth_service.orchestration.sampling import Known
 from growth_service.orchestration.scheduler import FailureListener, SaturationScheduler
 from growth_service.orchestration.searcher import StudySearcher, WaveSuggester
 from growth_service.orchestration.storage import StudyFolder
@@ -126,6 +125,8 @@ def run_study(
         tracker=tracker,
         observer=watch,
         post=post,
+        abandon=lambda trial: exchange.abandon.remote(trial),
+        gone=lanes.gone,
         exchange=study_id,
         ran_s=lambda: before_s + time.monotonic() - started,
     )
@@ -135,10 +136,15 @@ def run_study(
         lanes.want(resources.num_trials(job))  # their workers start while Tune does
     try:
         study.explain_failures(_fit(study_id, folder, at_once=at_once))
+        if study.interrupted is not None:
+            raise WorkFailedError(f"the study was interrupted: {study.interrupted}; go on with --resume")
         profile = profile_of(lanes.close(), study.heard_stages, started=started_at, ended=time.time(), lanes=len(lanes))
     except BaseException as error:
         with suppress(Exception):  # the study's own error is the one to see
             tracker.interrupt_study(f"{type(error).__name__}: the driver ended; go on with --resume")
+        with suppress(Exception):
+            folder.write_state(ran_s=before_s + time.monotonic() - started)
+        lanes.abort()
         raise
     finally:
         live.forget(study_id)
@@ -169,8 +175,7 @@ def _suggester(job: JobSpec, folder: StudyFolder) -> WaveSuggester | None:
     suggest = job.search.suggest
     if suggest is None:
         return None
-    points = folder.known_points() or []
-    known = [Known(p["drawn"], [float(p[objective]) for objective in suggest.objectives]) for p in points]
+    known = sampling.known_points(suggest, folder.known_points() or [])
     return WaveSuggester(job, wave_size=job.search.concurrent_trials, known=known)
 
 

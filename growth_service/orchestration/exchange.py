@@ -10,15 +10,19 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from growth_service.orchestration.profile import Event
 
 NAMESPACE = "growth"
 PATIENCE_S = 20.0
 """How long one call waits for news before it comes back empty and is made again."""
+ABANDONED = {"kind": "stop", "cause": "budget", "reason": "nobody follows this trial any more"}
+"""The verdict on trials that failed for the study while a lane still had them."""
 Metrics = dict[str, Any]
 """A record as Tune gets it: flat, with the whole as JSON text. ``kind`` is stage, final or failed."""
 
@@ -39,9 +43,10 @@ class Exchange:
         self._configs: dict[str, dict[str, Any]] = {}
         self._records: dict[str, list[Metrics]] = {}
         self._verdicts: dict[tuple[str, int], dict[str, Any]] = {}
-        self._lanes: dict[int, str | None] = {}
+        self._lanes: dict[int, _Lane] = {}
         self._deaths: dict[str, int] = {}
         self._stumbles: dict[str, str] = {}
+        self._abandoned: set[str] = set()
         self._lost: str | None = None
         self.events: list[Event] = []
 
@@ -53,34 +58,42 @@ class Exchange:
             if trial not in self._configs:
                 self._configs[trial] = config
                 self._records.setdefault(trial, [])
-                self._waiting.append(trial)
-                if self._lost is not None and not self._lanes:
+                if self._lost is None:
+                    self._waiting.append(trial)
+                    self._news.notify_all()
+                else:
                     self._fail(trial, self._lost)
-                self._news.notify_all()
             await self._until(lambda: len(self._records[trial]) > heard)
             return self._records[trial][heard:]
 
     # -- lanes -----------------------------------------------------------------------------------
 
-    async def take(self, lane: int) -> dict[str, Any]:
+    async def take(self, lane: int, workers: str) -> dict[str, Any]:
         """The next trial for a lane: ``{"trial": config}``, or ``{"closed": True}``; neither: ask again.
 
-        A lane that has a trial and asks for one has lost its workers: it gets the same trial again, or, if that
-        happened too often, the next one.
+        A lane whose workers died has others, who get the trial that it had, or, if that happened too often, the next.
+
+        Args:
+            lane: Number of the lane.
+            workers: Name of this group of workers; what an earlier group asked for is void.
         """
         async with self._news:
-            if lane not in self._lanes:
-                self._note(lane, "up")
-            self._reclaim(lane)
-            if self._lanes[lane] is None:
-                await self._until(lambda: bool(self._waiting) or self._closed)
-                if self._waiting:
-                    self._lanes[lane] = self._waiting.pop(0)
-            name = self._lanes[lane]
-            if name is not None:
-                self._note(lane, "took", name)
-                return {"trial": self._configs[name]}
+            state = self._lanes.setdefault(lane, _Lane())
+            if state.workers != workers:
+                self._replace(lane, state, workers)
+            await self._until(lambda: state.workers != workers or state.trial or self._waiting or self._closed)
+            if state.workers != workers:
+                return {}
+            if state.trial is None and self._waiting:
+                state.trial, state.has_begun = self._waiting.pop(0), False
+            if state.trial is not None:
+                return {"trial": self._configs[state.trial]}
             return {"closed": True} if self._closed else {}
+
+    async def begin(self, lane: int, trial: str) -> None:
+        """A lane has received a trial and begins with it: from now on a death of its workers counts."""
+        self._lanes[lane].has_begun = True
+        self._note(lane, "took", trial)
 
     async def offer(self, lane: int, trial: str, metrics: Metrics) -> None:
         """A record of the trial that a lane has; the last one frees the lane."""
@@ -88,22 +101,22 @@ class Exchange:
             self._records.setdefault(trial, []).append(metrics)
             ended = metrics["kind"] != "stage"
             if ended:
-                self._lanes[lane] = None
+                self._lanes[lane].trial = None
             self._note(lane, "end" if ended else "record", trial)
             self._news.notify_all()
 
     async def verdict(self, lane: int, trial: str, stage: int) -> dict[str, Any] | None:
         """The verdict on a stage; None: not yet."""
         async with self._news:
-            await self._until(lambda: (trial, stage) in self._verdicts)
-            found = self._verdicts.get((trial, stage))
+            await self._until(lambda: (trial, stage) in self._verdicts or trial in self._abandoned)
+            found = ABANDONED if trial in self._abandoned else self._verdicts.get((trial, stage))
             if found is not None:
                 self._note(lane, "verdict", trial)
             return found
 
     async def stumble(self, trial: str, reason: str) -> None:
-        """Why the workers of a trial are about to die."""
-        self._stumbles[trial] = reason
+        """Why the workers of a trial are about to die; the first reason is the one to keep."""
+        self._stumbles.setdefault(trial, reason)
 
     # -- the study -------------------------------------------------------------------------------
 
@@ -113,40 +126,59 @@ class Exchange:
             self._verdicts.setdefault((trial, stage), verdict)
             self._news.notify_all()
 
-    async def lane_lost(self, lane: int, reason: str) -> None:
-        """A lane is gone for good: its trial fails, and so does every other one when no lane is left."""
+    async def abandon(self, trial: str) -> None:
+        """Nobody follows a trial any more: it leaves the queue, or ends after the stage that it is in."""
         async with self._news:
-            name = self._lanes.pop(lane, None)
-            if name is not None:
-                self._fail(name, self._stumbles.get(name, reason))
+            self._abandoned.add(trial)
+            if trial in self._waiting:
+                self._waiting.remove(trial)
+            self._news.notify_all()
+
+    async def expect(self, lane: int) -> None:
+        """A lane is about to start."""
+        async with self._news:
+            self._lanes.setdefault(lane, _Lane())
+            self._lost = None
+
+    async def lane_lost(self, lane: int, reason: str) -> None:
+        """A lane is gone for good: its trial waits for another lane; without any, all that wait fail."""
+        async with self._news:
+            state = self._lanes.pop(lane, None)
+            if state is not None and state.trial is not None:
+                self._waiting.insert(0, state.trial)
             if not self._lanes:
                 self._lost = reason
                 for waiting in self._waiting:
-                    self._fail(waiting, reason)
+                    self._fail(waiting, self._stumbles.get(waiting, reason))
                 self._waiting.clear()
             self._news.notify_all()
 
-    async def close(self) -> None:
-        """No more trials: lanes that ask are told to end."""
+    async def lost(self) -> str | None:
+        """Why no lane is left, where none is."""
+        return self._lost
+
+    async def close(self) -> list[Event]:
+        """No more trials: lanes that ask are told to end. Returns all events."""
         async with self._news:
             self._closed = True
             self._news.notify_all()
-
-    async def timeline(self) -> list[Event]:
-        """All events so far."""
-        return self.events
+            return self.events
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _reclaim(self, lane: int) -> None:
-        name = self._lanes.setdefault(lane, None)
-        if name is None:
+    def _replace(self, lane: int, state: "_Lane", workers: str) -> None:
+        """Other workers than before ask for a lane."""
+        state.workers, trial = workers, state.trial
+        self._note(lane, "up")
+        self._news.notify_all()
+        if trial is None or not state.has_begun:
             return
-        self._deaths[name] = self._deaths.get(name, 0) + 1
-        if self._deaths[name] > self._restarts:
-            reason = self._stumbles.get(name, "its workers died; see the logs in Ray's session folder")
-            self._fail(name, f"{reason} (workers started {self._restarts + 1} times)")
-            self._lanes[lane] = None
+        self._deaths[trial] = self._deaths.get(trial, 0) + 1
+        state.has_begun = False
+        if self._deaths[trial] > self._restarts:
+            reason = self._stumbles.get(trial, "its workers died; see the logs in Ray's session folder")
+            self._fail(trial, f"{reason} (its workers died {self._deaths[trial]} times)")
+            state.trial = None
 
     def _fail(self, trial: str, reason: str) -> None:
         self._records.setdefault(trial, []).append(failed(trial, reason))
@@ -155,10 +187,19 @@ class Exchange:
     def _note(self, lane: int, what: str, trial: str = "") -> None:
         self.events.append(Event(time.time(), lane, what, trial))
 
-    async def _until(self, ready: Callable[[], bool]) -> None:
+    async def _until(self, ready: Callable[[], object]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s):
-                await self._news.wait_for(ready)
+                await self._news.wait_for(lambda: bool(ready()))
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Who runs a lane, and what it has."""
+
+    workers: str = ""
+    trial: str | None = None
+    has_begun: bool = False
 
 
 def failed(trial: str, reason: str) -> Metrics:
@@ -168,13 +209,21 @@ def failed(trial: str, reason: str) -> Metrics:
 
 
 def make_exchange(name: str, *, restarts: int) -> Any:
-    """Start an exchange in the driver, outside every placement group."""
-    actor = ray.remote(Exchange)
+    """Start an exchange on the driver's node, outside every placement group."""
+    actor, here = ray.remote(Exchange), ray.get_runtime_context().get_node_id()
     return actor.options(
-        name=name, namespace=NAMESPACE, num_cpus=0, max_concurrency=1000, scheduling_strategy="DEFAULT"
+        name=name,
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_concurrency=1000,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=here, soft=False),
     ).remote(restarts=restarts)
 
 
 def find_exchange(name: str) -> Any:
-    """The exchange of a study, from another process."""
+    """The exchange of a study, from another process.
+
+    Raises:
+        ValueError: If there is none (any more).
+    """
     return ray.get_actor(name, namespace=NAMESPACE)

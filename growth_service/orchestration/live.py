@@ -14,7 +14,7 @@ from growth_service.core.records import FinalRecord, StageRecord, TrialRecord, f
 from growth_service.core.referee import Referee, Verdict
 from growth_service.core.units import format_seconds
 from growth_service.errors import WorkFailedError
-from growth_service.orchestration.plan import PlannedTrial, suggested_trial, trial_config
+from growth_service.orchestration.plan import PlannedTrial, suggested_name, suggested_trial, trial_config
 from growth_service.orchestration.storage import StudyFolder
 from growth_service.spec import JobSpec
 from growth_service.tracking.base import Tracker
@@ -67,6 +67,8 @@ class LiveStudy:
         tracker: Tracker,
         observer: Observer,
         post: Callable[[Verdict], None],
+        abandon: Callable[[str], object],
+        gone: Callable[[], str | None],
         exchange: str,
         ran_s: Callable[[], float],
     ) -> None:
@@ -74,9 +76,12 @@ class LiveStudy:
         self.tracker, self.observer, self.budget = tracker, observer, budget
         self._listed, self._suggester, self._post, self._exchange = listed, suggester, post, exchange
         self._num_suggested = job.search.suggest.trials if job.search.suggest else 0
-        self._ran_s = ran_s
+        self._ran_s, self._abandon, self._gone = ran_s, abandon, gone
         self._next = 0
-        self._handed_out: list[str] = []
+        self._handed_out: dict[str, int] = {}
+        """Trials that this process started, with their stages of earlier processes."""
+        self.interrupted: str | None = None
+        """Why no trial can run any more, where that came about."""
         self.planned: dict[str, PlannedTrial] = {}
         self.stages: dict[str, dict[int, StageRecord]] = {}
         self.done: dict[str, TrialRecord] = {}
@@ -96,12 +101,19 @@ class LiveStudy:
         """True once no further trial will be asked for: all were, or a limit of the study is reached."""
         left = self.budget.free_flops + self.budget.reserved_flops
         most = min(self._num_trials, self.job.budget.trials or self._num_trials)
-        return self._next >= most or left < self.trial_flops or self.out_of_time
+        if self._next >= most or left < self.trial_flops or self.interrupted is not None:
+            return True
+        return self.out_of_time and not self._was_begun(self._next)
 
     @property
     def out_of_time(self) -> bool:
         """Whether the study's time, or its money, is used up."""
         return self._ran_s() >= self.job.budget.seconds
+
+    def _was_begun(self, index: int) -> bool:
+        """Whether an earlier process began a trial: it is ended, or heard, also when the time is up."""
+        name = self._listed[index].name if index < len(self._listed) else suggested_name(index)
+        return (self.folder.trials / name / "trial.json").is_file()
 
     @property
     def _num_trials(self) -> int:
@@ -137,7 +149,7 @@ class LiveStudy:
                 drawn=self._drawn(trial.index),
             )
             if found.final is None:
-                self._handed_out.append(trial.name)
+                self._handed_out[trial.name] = len(found.stages)
                 self.observer.trial_started(trial.name)
                 return trial.name, self._tune_config(trial)
             self._replay(found)
@@ -191,6 +203,7 @@ class LiveStudy:
             return
         seen[record.stage] = record
         self.tracker.log_stage(record)
+        self.folder.write_state(ran_s=self._ran_s())
         self.observer.stage_done(record)
         self._publish(self.referee.hear(record))
 
@@ -220,8 +233,12 @@ class LiveStudy:
 
     def hear_failure(self, trial: str, reason: str) -> None:
         """A trial whose work failed for good: it ends with what it has."""
-        if trial in self.done:
+        if trial in self.done or self.interrupted is not None:
             return
+        self.interrupted = self._gone()
+        if self.interrupted is not None:  # not the trial's own failure: it runs when the study is resumed
+            return
+        self._abandon(trial)
         stages = self.stages.get(trial, {})
         last = stages[max(stages)] if stages else None
         self.hear_final(
@@ -249,8 +266,15 @@ class LiveStudy:
 
     def _publish(self, verdicts: list[Verdict]) -> None:
         for verdict in verdicts:
-            given = verdict._replace(decision=self._out_of_time()) if self.out_of_time else verdict
+            ends = self.out_of_time and self._goes_on(verdict)
+            given = verdict._replace(decision=self._out_of_time()) if ends else verdict
             self._post(self._verdicts.setdefault((verdict.trial, verdict.stage), given))
+
+    def _goes_on(self, verdict: Verdict) -> bool:
+        """Whether a trial would train on after this stage, which an earlier process had not gone beyond."""
+        record = self.stages[verdict.trial][verdict.stage]
+        is_newest = verdict.stage + 1 >= self._handed_out.get(verdict.trial, record.stage + 2)
+        return is_newest and record.decision.get("kind") != "stop"
 
     def _out_of_time(self) -> Stop:
         allowed = format_seconds(self.job.budget.seconds)
@@ -263,8 +287,13 @@ class LiveStudy:
 
     @property
     def heard_stages(self) -> list[StageRecord]:
-        """Stages of the trials that this process started, in no order."""
-        return [record for name in self._handed_out for record in self.stages.get(name, {}).values()]
+        """Stages that were run or taken over under this process, in no order."""
+        return [
+            record
+            for name, earlier in self._handed_out.items()
+            for record in self.stages.get(name, {}).values()
+            if record.stage >= earlier
+        ]
 
     @property
     def decisions(self) -> list[dict[str, Any]]:
@@ -273,11 +302,6 @@ class LiveStudy:
             {"trial": v.trial, "stage": v.stage, "decision": decision_to_dict(v.decision)}
             for v in self._verdicts.values()
         ]
-
-    @property
-    def pruned(self) -> list[str]:
-        """Trials that the scheduler ended."""
-        return [v.trial for v in self._verdicts.values() if isinstance(v.decision, Stop)]
 
 
 def register(study_id: str, study: LiveStudy) -> None:

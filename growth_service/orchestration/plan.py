@@ -49,6 +49,11 @@ def planned_trials(job: JobSpec) -> list[PlannedTrial]:
     return trials
 
 
+def suggested_name(index: int) -> str:
+    """Name of a suggested trial."""
+    return f"{SUGGESTED}{index:02d}"
+
+
 def suggested_trial(job: JobSpec, *, index: int, arguments: dict[str, Any]) -> PlannedTrial:
     """A trial that a searcher suggested, starting from the size of the first listed schedule."""
     first = job.search.schedules[0].arguments if job.search.schedules else {}
@@ -56,8 +61,7 @@ def suggested_trial(job: JobSpec, *, index: int, arguments: dict[str, Any]) -> P
         "blocks": first.get("blocks", [1] * len(job.model.widths)),
         "hidden": first.get("hidden", [job.model.group_size] * len(job.model.widths)),
     }
-    name = f"{SUGGESTED}{index:02d}"
-    entry = schedule_entry(defaults | arguments | {"name": name}, where="search.suggest")
+    entry = schedule_entry(defaults | arguments | {"name": suggested_name(index)}, where="search.suggest")
     schedule = resolve(entry, search=job.search, where="search.suggest")
     return PlannedTrial(index=index, name=entry.name, schedule=schedule, seed=job.seed)
 

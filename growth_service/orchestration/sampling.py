@@ -76,29 +76,39 @@ class Known(NamedTuple):
     """A point of the space whose objectives are known from an earlier study."""
 
     drawn: dict[str, Any]
+    """``{"params": what was drawn, by name, "arguments": the schedule entry that came of it}``."""
     values: list[float]
 
 
-def add_known(study: optuna.Study, drawing: Any, known: Sequence[Known]) -> int:
-    """Tell a fresh study what is known; returns how many points fit its space.
+def known_points(suggest: SuggestSpec, points: Sequence[dict[str, Any]]) -> list[Known]:
+    """Points of earlier studies, with the objectives of this one.
 
-    A point that lacks a value, or whose values are outside the space as it is now, is left out.
+    Args:
+        suggest: What is searched for.
+        points: ``tracking.mlflow_reader.EarlierPoint`` as JSON.
     """
-    added = 0
+    return [Known(p["drawn"], [float(p[objective]) for objective in suggest.objectives]) for p in points]
+
+
+def fitting(suggest: SuggestSpec, known: Sequence[Known]) -> list[optuna.trial.FrozenTrial]:
+    """The known points as trials of the space as it is now.
+
+    A point whose values are outside the space, or would give another schedule entry now, is left out.
+    """
+    drawing, found = space(suggest.space), []
     for point in known:
-        trial = optuna.trial.FixedTrial(point.drawn)
+        trial = optuna.trial.FixedTrial(point.drawn["params"])
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # a value outside its range is a warning there
-                drawing(trial)
+                arguments = as_json(drawing(trial), name=suggest.space)
         except Exception as error:  # noqa: BLE001  # the space is the user's own
-            logger.warning("An earlier suggestion %s does not fit the space: %s", point.drawn, error)
+            logger.info("An earlier suggestion %s does not fit the space: %s", point.drawn, error)
             continue
-        study.add_trial(
-            optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, values=point.values)
-        )
-        added += 1
-    return added
+        if arguments == point.drawn["arguments"]:
+            values, kinds = trial.params, trial.distributions
+            found.append(optuna.trial.create_trial(params=values, distributions=kinds, values=point.values))
+    return found
 
 
 def as_json(arguments: Any, *, name: Any) -> dict[str, Any]:

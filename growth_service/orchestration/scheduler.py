@@ -12,10 +12,10 @@ from growth_service.orchestration import live
 
 
 class SaturationScheduler(FIFOScheduler):  # type: ignore[misc]  # Ray's class is untyped
-    """Judges every record and posts the verdict on the decision board.
+    """Judges every record and posts the verdict on the exchange.
 
     The answer to Tune is always CONTINUE: a trial that is pruned or saturated ends by itself, with
-    its last checkpoint, and its workers' resources are freed.
+    its last checkpoint, and its lane takes the next one.
     """
 
     def __init__(self, study_id: str) -> None:

@@ -14,7 +14,7 @@ from ray.tune.search.optuna import OptunaSearch
 
 from growth_service.errors import WorkFailedError
 from growth_service.orchestration import live
-from growth_service.orchestration.sampling import Known, add_known, as_json, sampler_of
+from growth_service.orchestration.sampling import Known, as_json, fitting, sampler_of
 from growth_service.spec import JobSpec
 from search_spaces import space
 from search_spaces.spaces import Space
@@ -42,7 +42,8 @@ class WaveSuggester:
         self._study = optuna.create_study(
             storage=storage, study_name=_STUDY, sampler=sampler, directions=["minimize"] * len(names)
         )
-        self._first = add_known(self._study, drawing, known)
+        self._study.add_trials(fitting(suggest, known))
+        self._first = len(self._study.trials)
         self._inner = OptunaSearch(
             space=drawing,
             metric=names if len(names) > 1 else names[0],
@@ -56,8 +57,8 @@ class WaveSuggester:
         self._results: dict[int, dict[str, float]] = {}
 
     def drawn(self, number: int) -> dict[str, Any]:
-        """What the sampler drew for suggestion ``number``, by name."""
-        return dict(self._study.trials[self._first + number].params)
+        """What the sampler drew for suggestion ``number``: its values by name, and what came of them."""
+        return {"params": dict(self._study.trials[self._first + number].params), "arguments": self._asked[number]}
 
     def tell(self, number: int, loss: float, flops: float = 0.0) -> None:
         """Note loss and compute of suggestion ``number`` (an infinite loss for a failed trial)."""

@@ -71,7 +71,7 @@ class Tracker(Protocol):
             schedule: Its growth schedule as plain JSON.
             seed: Of the trial.
             storage: Folder of its checkpoints, where there is one.
-            drawn: What a sampler drew for it, where one did: name to plain value.
+            drawn: What a sampler drew for it, where one did, as plain JSON.
 
         Raises:
             RuntimeError: If no study is open, or the trial is known with another schedule or seed.

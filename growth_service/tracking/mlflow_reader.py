@@ -48,7 +48,7 @@ class EarlierPoint:
 
     trial: str
     drawn: dict[str, Any]
-    """Plain values by the name under which they were drawn."""
+    """``{"params": plain values by the name under which they were drawn, "arguments": the schedule entry}``."""
     loss: float
     """Validation loss at the end, in nats."""
     flops: int
@@ -120,7 +120,7 @@ def read_points(tracking_uri: str, *, study: str) -> list[EarlierPoint]:
     points = []
     for trial in found.trials:
         drawn, final = found.drawn.get(trial.trial), trial.final
-        if drawn and final is not None and math.isfinite(final.loss_val):
+        if drawn and final is not None and final.cause != "failed" and math.isfinite(final.loss_val):
             points.append(EarlierPoint(drawn=drawn, loss=final.loss_val, flops=final.flops_total, trial=trial.trial))
     return points
 

@@ -48,7 +48,7 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint so that a kill at any moment leaves the old state or the new one."""
+    """Write a checkpoint so that a kill leaves the old state or the new one (or, between two renamings, neither)."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -66,8 +66,12 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         "sha256": {p.name: sha256_of(p) for p in sorted(partial.iterdir())},
     }
     write_json(partial / "manifest.json", manifest)
-    shutil.rmtree(folder, ignore_errors=True)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.is_dir():
+        folder.rename(old)
     partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:

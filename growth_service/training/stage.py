@@ -23,7 +23,6 @@ from growth_service.probing import SaturationReport
 from growth_service.probing.probe import Estimate
 from growth_service.training.augment import augmented
 from growth_service.training.batches import DataPosition, next_indices, shards_of
-from growth_service.training.checkpoint import load_checkpoint
 from growth_service.training.evaluate import Evaluation, evaluate, loss_sum
 from growth_service.training.gradients import ShardedGradients
 from growth_service.training.growing import StepTaken, take_step
@@ -31,7 +30,7 @@ from growth_service.training.looking import look, look_estimate
 from growth_service.training.optimizer import DECAY_SHARE, fresh_parameters, set_learning_rate, stage_rates
 from growth_service.training.ranks import weights_digest
 from growth_service.training.state import TrialState
-from growth_service.training.under_way import EVERY_STEPS, UnderWay, keep
+from growth_service.training.under_way import EVERY_STEPS, Kept, UnderWay, keep
 
 HEARTBEAT_S = 2.0
 EVALUATE_SAMPLES = 4096
@@ -112,20 +111,21 @@ class Stage:
         self._look_flops = 0
         """What the look after the stage will cost at most."""
 
-    def run(self, *, key: str, far: UnderWay | None = None) -> StageRecord:
+    def run(self, *, key: str, kept: Kept | None = None) -> StageRecord:
         """Step, train, fall back, evaluate, probe; what comes next is left open.
 
         Args:
             key: Address of the stage.
-            far: How far it was when it was kept; the state stands there.
+            kept: The stage as it was kept; the state stands there.
         """
         state = self.state
-        if far is None:
+        if kept is None:
             self._begin()
             before = state.snapshot() if self._floor is not None else {}
             far = self._at_the_start(key)
         else:
-            before = self._resume(far)
+            far, before = kept.far, kept.before
+            self._resume(far)
         self._train(far)
         on_train = self._evaluate("train")
         if self._floor is not None and not on_train.loss <= self._floor * self._slack():
@@ -154,18 +154,13 @@ class Stage:
             grown_s=self._grown_s,
         )
 
-    def _resume(self, far: UnderWay) -> dict[str, Tensor]:
-        """Go on where the stage was kept; returns the weights with which its training began."""
+    def _resume(self, far: UnderWay) -> None:
+        """Go on where the stage was kept."""
         self._taken, self._floor, self._look_flops = far.taken, far.floor, far.look_flops
         self._losses = None if far.losses is None else _Losses(*far.losses)
         self.spent, self._grown_s = far.spent, far.grown_s
         self._started -= far.seconds
         self.state.not_lost(far.spent)
-        if self._floor is None:
-            return {}
-        names = [f"{self.number:03d}-jumpboard"] if far.taken.words else [f"{self.number - 1:03d}"]
-        found = load_checkpoint(self.state.folder / "stages" / names[0])
-        return found.model.state_dict()
 
     def _slack(self) -> float:
         """Factor by which the training loss may rise."""
@@ -270,7 +265,8 @@ class Stage:
         """Train for as many global batches as the stage pays for, from where it is."""
         state, settings, num_batches = self.state, self.config.training, far.num_batches
         self._check_trainable(num_batches)
-        started = last_beat = kept = time.perf_counter() - far.trained_s
+        last_beat = kept = time.perf_counter()
+        started = kept - far.trained_s
         per_batch: int = settings["batch_size"] * state.cost.train
         state.model.train()
         with fresh_parameters(state.optimizer, self._new_parameters()):

@@ -122,14 +122,13 @@ class StageLoop:
 
     def _run_here(self, key: str) -> StageRecord:
         """The coming stage, from where it was kept if it was under way when this trial was killed."""
-        begun = under_way.find(self.state, key=key)
-        if begun is None:
+        kept = under_way.find(self.state, key=key)
+        if kept is None:
             return self.stage.run(key=key)
-        found, far = begun
-        logger.info("Trial %s goes on in stage %d at step %d", self.config.trial, self.state.stage, far.step)
-        self.state.stand_at(found)
+        logger.info("Trial %s goes on in stage %d at step %d", self.config.trial, self.state.stage, kept.far.step)
+        self.state.stand_at(kept.checkpoint)
         self._wrap()
-        return self.stage.run(key=key, far=far)
+        return self.stage.run(key=key, kept=kept)
 
     # -- deciding ----------------------------------------------------------------------------------
 

@@ -4,10 +4,13 @@ It is a checkpoint like that of a finished stage, in a folder of its own, with h
 the very stage that wrote it: the stage's key says so.
 """
 
+import logging
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from growth_service.core.receipts import Receipt
 from growth_service.errors import CheckpointError
@@ -15,6 +18,7 @@ from growth_service.training import checkpoint as store
 from growth_service.training.growing import StepTaken
 from growth_service.training.state import TrialState
 
+logger = logging.getLogger(__name__)
 EVERY_STEPS = 20
 """Optimiser steps between two looks at the clock: all ranks have to agree on the moment."""
 
@@ -66,22 +70,42 @@ def folder_of(state: TrialState) -> Path:
     return state.folder / "stages" / f"{state.stage:03d}-under-way"
 
 
+class Kept(NamedTuple):
+    """A stage as it was kept."""
+
+    checkpoint: store.Checkpoint
+    far: UnderWay
+    before: dict[str, Tensor]
+    """Weights with which its training began; empty where it may end anywhere."""
+
+
 def keep(state: TrialState, far: UnderWay) -> None:
     """Write the stage down as it is."""
+    state.beat(far.spent)  # first: what was kept is never more than what was told
     state.save(folder_of(state).name, under_way=far.to_dict())
-    state.beat(far.spent)
 
 
-def find(state: TrialState, *, key: str) -> tuple[store.Checkpoint, UnderWay] | None:
-    """The coming stage as it was kept; None where it was not, or where another stage was."""
+def find(state: TrialState, *, key: str) -> Kept | None:
+    """The coming stage as it was kept; None where it was not, where another stage was, or files are damaged."""
     if not (folder_of(state) / "manifest.json").is_file():
         return None
     try:
         found = store.load_checkpoint(folder_of(state))
-    except CheckpointError:
+        if found.streams["under_way"]["key"] != key:
+            return None
+        far = UnderWay.from_dict(found.streams["under_way"])
+        return Kept(found, far, _weights_before(state, far))
+    except CheckpointError as error:
+        logger.warning("Starting stage %d of %s over, since %s", state.stage, state.config.trial, error)
         return None
-    far = UnderWay.from_dict(found.streams["under_way"])
-    return (found, far) if far.key == key else None
+
+
+def _weights_before(state: TrialState, far: UnderWay) -> dict[str, Tensor]:
+    """Those of the jumpboard, or of the stage before where nothing grew."""
+    if far.floor is None:
+        return {}
+    name = f"{state.stage:03d}-jumpboard" if far.taken.words else f"{state.stage - 1:03d}"
+    return store.load_checkpoint(state.folder / "stages" / name).model.state_dict()
 
 
 def drop(state: TrialState, *, stage: int) -> None:

@@ -242,6 +242,41 @@ def test_only_what_came_after_the_stage_was_kept_is_lost(undisturbed, data, tmp_
 
 
 @pytest.mark.usefixtures("kept_always")
+def test_a_kill_while_a_stage_is_kept_counts_what_was_told(undisturbed, data, tmp_path, monkeypatch):
+    """What the older one holds is not lost, and what came after it is."""
+    config, calls = replace(trial_config(tmp_path / "trial", data=data), checkpoint_s=0.0), []
+    real = checkpoint.save_file
+
+    def dying(*arguments):
+        calls.append(arguments)
+        if len(calls) == 5:  # weights and optimiser of the first two times: the third is not written
+            raise Interrupted
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", dying)
+        with pytest.raises(Interrupted):
+            run_to_end(config)
+    again = run_to_end(config)
+    assert comparable(again) == comparable(undisturbed["fixed"].records)
+    assert again[-1].flops_wasted == batch_flops(config)
+
+
+@pytest.mark.usefixtures("kept_always")
+def test_a_stage_whose_beginning_is_damaged_starts_over(undisturbed, data, tmp_path):
+    config = replace(trial_config(tmp_path / "trial", data=data), checkpoint_s=0.0)
+    interrupt_training(config, step=first_steps(undisturbed) + 2)
+    (tmp_path / "trial" / "stages" / "001-jumpboard" / "weights.safetensors").write_bytes(b"")
+    assert comparable(run_to_end(config)) == comparable(undisturbed["fixed"].records)
+
+
+def first_steps(undisturbed):
+    """Optimiser steps of the first stage of the fixed trial."""
+    first = undisturbed["fixed"].records[0]
+    return round(first.targets_seen / undisturbed["fixed"].config.training["batch_size"])
+
+
+@pytest.mark.usefixtures("kept_always")
 def test_a_stage_is_not_kept_before_its_time(data, tmp_path):
     config = trial_config(tmp_path / "trial", data=data)
     interrupt_training(config, step=3)

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import mlflow
 import pytest
+import ray
+import ray.util
+import yaml
 from mlflow.tracking import MlflowClient
 
 from growth_service.cli.main import app
 from growth_service.cli.study import run_job, tracking_uri
 from growth_service.core.records import METRICS
-from growth_service.errors import UserError
+from growth_service.errors import UserError, WorkFailedError
+from growth_service.orchestration.exchange import NAMESPACE
 from growth_service.spec import parse_job
 from tests.jobs import JOINT, REPOSITORY, SMALL, alone, job_data, recorded, small_job
 
@@ -216,6 +220,62 @@ def test_optuna_suggests_schedules_beside_the_listed_ones(storage):
     result = run_job(parse_job(data, source="test"))
     assert [t.trial for t in result.trials] == ["scratch", "suggested-01", "suggested-02"]
     assert result.failed == []
+
+
+def test_a_study_whose_time_is_up_at_once_says_so(storage, tmp_path, capfd):
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump(job_data(storage, name="no-time", budget={"trial": "6 GFLOP", "time": "1 s"})))
+    with pytest.raises(SystemExit) as exit_:
+        app(["run", str(job)], standalone_mode=False)
+    assert exit_.value.code == 1
+    assert "no trial could start within the limits of the study" in capfd.readouterr().err
+
+
+class KillsTheExchange:
+    """An observer that ends the exchange when it hears of the first stage."""
+
+    def __init__(self):
+        self.killed = 0
+
+    def trial_started(self, trial):
+        pass
+
+    def stage_done(self, record):
+        if not self.killed:
+            names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == NAMESPACE]
+            for name in names:
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+            self.killed = len(names)
+
+    def trial_done(self, record):
+        pass
+
+
+def test_a_study_without_its_exchange_is_interrupted_and_goes_on_with_resume(study, storage):
+    """No trial has failed by that; lanes end by themselves, so that the next study has the machine."""
+    job, observer = small_job(storage, name="cut", cache={"enabled": False}), KillsTheExchange()
+    with pytest.raises(WorkFailedError, match="the exchange between trials and workers is gone.*--resume"):
+        run_job(job, observer=observer)
+    assert observer.killed == 1
+    result = run_job(job, resume=True)
+    assert recorded(result.to_dict()) == recorded(study.to_dict())
+
+
+def test_a_search_starts_from_what_another_one_found(storage):
+    def searching(name, **suggest):
+        data = job_data(storage, name=name, search__schedules=[{"use": "scratch", "name": "scratch", **SMALL}])
+        plain = {"space": {"use": "certified", "units": [8, 16]}, "trials": 2, "seed": 1}
+        data["search"] |= {"suggest": plain | suggest, "stages": 2}
+        return parse_job(data, source="test")
+
+    run_job(searching("first-search"))
+    result = run_job(searching("second-search", warm_start=["first-search"]))
+    assert result.failed == []
+    known = json.loads((storage / "second-search" / "warm_start.json").read_text())
+    assert [p["trial"] for p in known] == ["suggested-01", "suggested-02"]
+    other = {"use": "certified", "units": [8, 16], "data_share": [0.5, 1.0]}
+    with pytest.raises(UserError, match="of 2 suggestions in first-search none fits the space"):
+        run_job(searching("third-search", warm_start=["first-search"], space=other))
 
 
 def run_cli(line: str) -> None:

@@ -35,7 +35,7 @@ class Study:
     """A live study without Ray, fed by hand."""
 
     def __init__(self, job, *, resume=False):
-        self.ran_s = 0.0
+        self.ran_s, self.gone, self.abandoned = 0.0, None, []
         self.folder = storage.open_study(job, resume=resume)
         data = prepare("digits", seed=0, target=self.folder.data)
         self.verdicts, self.seen = [], Seen()
@@ -52,6 +52,8 @@ class Study:
             tracker=tracker,
             observer=self.seen,
             post=self.verdicts.append,
+            abandon=self.abandoned.append,
+            gone=lambda: self.gone,
             exchange="none",
             ran_s=lambda: self.ran_s,
         )
@@ -229,6 +231,7 @@ def keep(study, trial, *, loss=0.5):
     stage = folder / "stages" / "000"
     stage.mkdir(parents=True)
     (stage / "history.json").write_text(json.dumps([study.live.stages[trial][0].to_dict()]))
+    (folder / "trial.json").write_text("{}")
     (folder / "final.json").write_text(json.dumps(end_of(trial, loss=loss).to_dict()))
 
 
@@ -335,6 +338,66 @@ def test_the_time_of_a_study_is_kept_for_those_who_resume_it(tmp_path):
     assert study.folder.state()["ran_s"] == 77.0
 
 
+def test_what_was_begun_is_ended_and_heard_also_when_the_time_is_up(tmp_path):
+    """Else a study that is resumed too late would lose what it had."""
+    job = small_job(tmp_path, budget={"trial": "6 GFLOP", "time": "1 h"})
+    first = Study(job)
+    for name in ("scratch", "joint"):
+        first.live.next_trial()
+        first.finish(name)
+    keep(first, "scratch")
+    begun = first.folder.trials / "joint"
+    begun.mkdir()
+    (begun / "trial.json").write_text("{}")
+
+    again = Study(job, resume=True)
+    again.ran_s = 4000.0
+    name, _ = again.live.next_trial()
+    assert (name, set(again.live.done)) == ("joint", {"scratch"})
+    assert again.live.next_trial() is None  # late was never begun
+    assert (again.live.all_started, again.live.not_started) == (True, 1)
+    assert isinstance(again.verdicts[0].decision, TrainOn)  # of a trial that had ended by itself
+    again.live.hear_stage(stage_record(trial="joint", stage=0))
+    assert again.verdicts[-1].decision.cause == "budget"
+
+
+def test_the_last_stage_of_a_trial_is_not_called_a_victim_of_time(tmp_path):
+    study = Study(small_job(tmp_path, budget={"trial": "6 GFLOP", "time": "1 h"}))
+    study.live.next_trial()
+    study.ran_s = 4000.0
+    last = {"kind": "stop", "cause": "schedule", "reason": "all stages are trained"}
+    study.live.hear_stage(stage_record(trial="scratch", stage=0, decision=last))
+    assert isinstance(study.verdicts[0].decision, TrainOn)
+
+
+def test_a_trial_that_failed_is_not_followed_any_more(tmp_path):
+    study = Study(small_job(tmp_path))
+    study.live.next_trial()
+    study.live.hear_failure("scratch", "OSError: disk full")
+    assert study.abandoned == ["scratch"]
+    assert study.live.interrupted is None
+
+
+def test_where_no_trial_can_run_the_study_is_interrupted_and_no_trial_has_failed(tmp_path):
+    study = Study(small_job(tmp_path))
+    study.live.next_trial()
+    study.gone = "no lane is left"
+    study.live.hear_failure("scratch", UNEXPLAINED)
+    assert (study.live.interrupted, study.live.done) == ("no lane is left", {})
+    assert study.live.all_started
+
+
+def test_stages_of_an_earlier_process_are_none_of_this_ones_time(tmp_path):
+    study = Study(small_job(tmp_path))
+    folder = study.folder.trials / "scratch" / "stages" / "000"
+    folder.mkdir(parents=True)
+    (folder / "history.json").write_text(json.dumps([stage_record(trial="scratch", stage=0).to_dict()]))
+    study.live.next_trial()
+    for stage in (0, 1):
+        study.live.hear_stage(stage_record(trial="scratch", stage=stage))
+    assert [s.stage for s in study.live.heard_stages] == [1]
+
+
 def test_money_needs_a_price(tmp_path):
     with pytest.raises(UserError, match=r"budget\.money needs budget\.price_per_hour"):
         small_job(tmp_path, budget={"trial": "6 GFLOP", "money": 3})
@@ -355,20 +418,35 @@ def suggested(known=(), *, number=8):
 
 def test_a_sampler_that_knows_earlier_points_searches_near_the_good_ones():
     tried = [0.3 + 0.006 * k for k in range(100)]
-    known = [Known({"confidence": x, "inner": 0}, [abs(x - 0.8)]) for x in tried]
+    known = [known_point([abs(x - 0.8)], confidence=x) for x in tried]
     fresh, _ = suggested()
     warm, suggester = suggested(known)
     assert sum(abs(x - 0.8) for x in warm) < 0.6 * sum(abs(x - 0.8) for x in fresh)
-    assert [suggester.drawn(k)["confidence"] for k in range(8)] == warm
+    assert [suggester.drawn(k)["params"]["confidence"] for k in range(8)] == warm
     assert suggested(known)[0] == warm  # the same again for those who resume
 
 
-def test_points_that_do_not_fit_the_space_any_more_are_left_out():
-    known = [
-        Known({"confidence": 0.95, "inner": 0}, [0.1]), Known({"inner": 0}, [0.1]),
-        Known({"confidence": 0.5, "inner": 2}, [0.1]), Known({}, [0.1]),
-    ]  # fmt: skip
-    assert suggested(known)[0] == suggested()[0]
+def known_point(values, *, params=None, **arguments):
+    """A point of the mapping, which draws the place of a choice in its list."""
+    entry = {"use": "joint", "confidence": 0.5, "inner": "copy"} | arguments
+    places = {"copy": 0, "random": 1}
+    drawn = {"confidence": entry["confidence"], "inner": places.get(entry["inner"], 2)} if params is None else params
+    return Known({"params": drawn, "arguments": entry}, values)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        known_point([0.1], confidence=0.95),  # outside
+        known_point([0.1], inner="spline"),
+        known_point([0.1], params={"inner": 0}),  # the space draws more now
+        known_point([0.1], params={}),
+        known_point([0.1], params={"confidence": 0.5, "inner": 1}),  # the same draw gives another schedule now
+        known_point([0.1], blocks=[2, 2]),  # a setting that the space does not give any more
+    ],
+)
+def test_points_that_do_not_fit_the_space_any_more_are_left_out(point):
+    assert suggested([point])[0] == suggested()[0]
 
 
 def test_what_was_drawn_is_recorded_with_the_trial(tmp_path):
@@ -379,5 +457,6 @@ def test_what_was_drawn_is_recorded_with_the_trial(tmp_path):
     name, _ = study.live.next_trial()
     (run,) = [r for r in study.tracker.memory.runs.values() if r.tags.get("growth.trial") == name]
     drawn = json.loads(run.tags["growth.drawn"])
-    assert {"data_share", "tolerance", "inner", "units"} <= set(drawn)
+    assert {"data_share", "tolerance", "inner", "units"} <= set(drawn["params"])
+    assert drawn["arguments"] == study.folder.journal()[0]["arguments"]
     assert not any("growth.drawn" in r.tags for r in study.tracker.memory.runs.values() if r is not run)

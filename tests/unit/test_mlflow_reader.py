@@ -179,7 +179,7 @@ def test_what_a_sampler_drew_comes_back_with_what_came_of_it(tmp_path: Path) -> 
         tracker.open_trial(
             f"suggested-{number}", schedule=schedule_dict(), seed=11, drawn={"confidence": 0.5 + 0.1 * number}
         )
-    failed = trial_record("suggested-2", num_stages=0, cause="failed")
+    failed = trial_record("suggested-2", num_stages=2, cause="failed")
     tracker.close_study(
         [trial_record("scratch"), trial_record("suggested-0"), trial_record("suggested-1"), failed], summary={}, ok=True
     )
