@@ -93,7 +93,7 @@ def _verdicts(trials: Trials) -> None:
     spread = statistics.stdev(losses) / statistics.fmean(losses) if len(losses) > 1 else float("nan")
     print(f"\nAmong schedules: joint is {behind:+.1%} from {first}, whose spread over seeds is {spread:.1%}.")
     for seed in sorted(joint):
-        sizes = {n: lines[seed] for n, lines in whole.items() if n.startswith("scratch-") or n == "never_grow"}
+        sizes = {n: x[seed] for n, x in trials.items() if seed in x and (n.startswith("scratch-") or n == "never_grow")}
         best = min(sizes, key=lambda n: sizes[n]["test"])
         halved, own = halving(sizes), joint[seed]["test"]
         print(
