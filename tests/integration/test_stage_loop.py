@@ -255,6 +255,7 @@ def test_a_kill_while_a_stage_is_kept_counts_what_was_told(undisturbed, data, tm
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", dying)
+        patch.setattr(stage, "HEARTBEAT_S", math.inf)
         with pytest.raises(Interrupted):
             run_to_end(config)
     again = run_to_end(config)

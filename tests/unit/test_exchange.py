@@ -155,6 +155,8 @@ def test_the_trial_of_a_lost_lane_goes_to_another_and_without_one_all_that_wait_
         assert found == [["no memory"]] * 4  # d came when nobody was left
         await exchange.expect(2)
         assert await take(exchange, 2) == {}  # none of them is left for a later lane
+        await queue(exchange, "e")
+        assert (await take(exchange, 2))["trial"]["trial"] == "e"
 
     play(scene)
 

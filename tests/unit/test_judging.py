@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from growth_service.core.decisions import Stop, TrainOn
 from growth_service.core.judging import Incumbents, Rule, Standing, judge, optimistic_loss
+from growth_service.spec import SchedulerSpec
 
 NAMES = st.sampled_from("abcdef")
 
@@ -222,3 +223,7 @@ def test_losses_of_a_stage_are_kept_in_order():
     others = incumbents(curve(3.0), curve(1.0), curve(2.0))
     assert all(a <= b for a, b in pairwise(others.losses_after(0)))
     assert others.losses_after(5) == []
+
+
+def test_a_rule_is_by_default_that_of_a_job():
+    assert SchedulerSpec(grace_share=0.0).of_budget(1e12) == Rule()

@@ -7,7 +7,7 @@ from growth_service.core.records import FinalRecord
 from growth_service.errors import UserError, WorkFailedError
 from growth_service.orchestration import plan, resources, storage
 from growth_service.orchestration.live import UNEXPLAINED, LiveStudy
-from growth_service.orchestration.sampling import Known
+from growth_service.orchestration.sampling import Known, fitting
 from growth_service.orchestration.searcher import WaveSuggester
 from growth_service.tracking.memory import MemoryTracker
 from growth_service.training.datasets import prepare
@@ -446,7 +446,10 @@ def known_point(values, *, params=None, **arguments):
     ],
 )
 def test_points_that_do_not_fit_the_space_any_more_are_left_out(point):
-    assert suggested([point])[0] == suggested()[0]
+    suggest = small_job("nowhere", search__suggest={"space": MAPPING, "trials": 1}).search.suggest
+    good = known_point([0.1], inner="random")
+    (trial,) = fitting(suggest, [point, good])
+    assert (trial.params, trial.values) == ({"confidence": 0.5, "inner": 1}, [0.1])
 
 
 def test_what_was_drawn_is_recorded_with_the_trial(tmp_path):
