@@ -1,10 +1,9 @@
 """What the pruning rule does to real studies: replayed on recorded curves, and on and off in one that runs now.
 
-    python -m benchmarks.pruning [OUT.jsonl of benchmarks.rivals, made like curves.jsonl]
+    python -m benchmarks.pruning [OUT.jsonl of benchmarks.rivals]
     python -m benchmarks.pruning --study fashion --width 8 --budget 3e11     # starts Ray; about six minutes
 
-``curves.jsonl`` has validation losses after each stage of trials that had equal budgets: every set of sizes and
-schedules that ``benchmarks.rivals`` ran. Each set is played in 200 orders.
+A recorded study is all sizes and schedules of one workload, budget and seed. Each is played in 200 orders.
 """
 
 import argparse
@@ -24,13 +23,15 @@ from growth_service.spec import SchedulerSpec, parse_job
 
 BUDGET = 10**12
 ORDERS = 200
+FEWEST = 9
+"""Trials of a study that is worth playing."""
 SCHEDULES = ["never_grow", "one_shot_late", "stacking", "random_site", "tokens_per_param", "joint"]
 
 
 def main() -> None:
     """Play or run, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("curves", type=Path, nargs="?", default=Path(__file__).with_name("curves.jsonl"))
+    parser.add_argument("curves", type=Path, nargs="?", default=Path(__file__).with_name("standings.jsonl"))
     parser.add_argument("--study", dest="workload", help="run this workload with and without pruning")
     parser.add_argument("--width", type=int, default=8, help="of the network that grows; the grid has up to four times")
     parser.add_argument("--budget", type=float, default=3e11, help="FLOPs of a trial")
@@ -47,7 +48,10 @@ def replay(path: Path) -> None:
     studies: dict[str, list[list[float]]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         trial = json.loads(line)
-        studies.setdefault(trial["study"], []).append(trial["vals"])
+        if len(trial["vals"]) == len(SHARES):  # the others ended early: too large for the budget
+            name = f"{trial['workload']} {trial['budget']:.3g}, seed {trial['seed']}"
+            studies.setdefault(name, []).append(trial["vals"])
+    studies = {name: vals for name, vals in studies.items() if len(vals) >= FEWEST}
     rule = SchedulerSpec().of_budget(BUDGET)
     print("| study | trials | winner lost | compute spent | best loss above the winner's |\n|---|---|---|---|---|")
     rows = []

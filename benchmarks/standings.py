@@ -1,6 +1,6 @@
 """How `joint` stands among schedules and sizes of equal compute: tables out of what benchmarks.rivals wrote.
 
-    python -m benchmarks.standings OUT.jsonl [OUT.jsonl ...]
+    python -m benchmarks.standings [OUT.jsonl ...]      # benchmarks/standings.jsonl if none is named
 
 For each workload and budget: test losses by seed; whether `joint` is first among the schedules, or behind the first by
 no more than that one's spread over seeds; its distance to the best size of the grid; and the compute of successive
@@ -54,7 +54,7 @@ def _loss_after(line: dict[str, Any], stage: int) -> float:
 def main() -> None:
     """Read and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("files", type=Path, nargs="*", default=[Path(__file__).with_name("standings.jsonl")])
     cells: dict[tuple[str, float], dict[str, dict[int, dict[str, Any]]]] = defaultdict(lambda: defaultdict(dict))
     for path in parser.parse_args().files:
         for text in path.read_text(encoding="utf-8").splitlines():
@@ -91,13 +91,13 @@ def _verdicts(trials: Trials) -> None:
     behind = _mean(joint) / _mean(schedules[first]) - 1
     losses = [line["test"] for line in schedules[first].values()]
     spread = statistics.stdev(losses) / statistics.fmean(losses) if len(losses) > 1 else float("nan")
-    print(f"\nAmong schedules: joint is {behind:+.1%} from {first}, whose spread over seeds is {spread:.1%}.")
+    print(f"\n- Among schedules: joint is {behind:+.1%} from {first}, whose spread over seeds is {spread:.1%}.")
     for seed in sorted(joint):
         sizes = {n: x[seed] for n, x in trials.items() if seed in x and (n.startswith("scratch-") or n == "never_grow")}
         best = min(sizes, key=lambda n: sizes[n]["test"])
         halved, own = halving(sizes), joint[seed]["test"]
         print(
-            f"Seed {seed}: joint {own:.4f}, best of {len(sizes)} sizes {sizes[best]['test']:.4f} ({best}, "
+            f"- Seed {seed}: joint {own:.4f}, best of {len(sizes)} sizes {sizes[best]['test']:.4f} ({best}, "
             f"{own / sizes[best]['test'] - 1:+.1%}); successive halving {halved.loss:.4f} ({halved.schedule}) for "
             f"{halved.cost:.2f} trials, {own / halved.loss - 1:+.1%}."
         )
