@@ -103,10 +103,27 @@ def line_for(change: Change, *, seeing: bool) -> Line | None:
             return None
 
 
+def could_pay(size: SizeAfter, *, left: int, targets_per_sample: int, targets_per_step: int) -> bool:
+    """Whether a step can be considered with so many FLOPs left: enough steps and targets for its new parts.
+
+    Args:
+        size: The network after the step.
+        left: FLOPs of the trial from the moment of the step on.
+        targets_per_sample: Predictions in one sample.
+        targets_per_step: Predictions in one global batch.
+    """
+    targets = _targets_after(size, left=left, targets_per_sample=targets_per_sample)
+    return targets / targets_per_step >= LEAST_STEPS and targets / max(size.params, 1) >= LEAST_TARGETS
+
+
+def _targets_after(size: SizeAfter, *, left: int, targets_per_sample: int) -> float:
+    return max(0, left - size.flops) / max(size.flops_per_sample, 1) * targets_per_sample
+
+
 def outlook(reading: Reading, size: SizeAfter) -> Outlook:
     """Where the network would be at the end of the budget after a step."""
-    left = max(0, reading.budget_flops - reading.spent_flops - size.flops)
-    targets = left / max(size.flops_per_sample, 1) * reading.targets_per_sample
+    left = reading.budget_flops - reading.spent_flops
+    targets = _targets_after(size, left=left, targets_per_sample=reading.targets_per_sample)
     loss = max(reading.loss_val, 1e-12)
     blocks = [c for c in reading.candidates if c.kind == "depth" and not math.isnan(c.gain)]
     return Outlook(

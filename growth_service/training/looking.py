@@ -3,19 +3,46 @@
 from dataclasses import asdict
 from typing import Any
 
-from growth_service.core.policies import Sight, sight_of
+from growth_service.core.advantage import could_pay
+from growth_service.core.policies import BudgetAware, Sight, sight_of
 from growth_service.core.schedule import GrowthSchedule
 from growth_service.probing import SaturationReport, probe
 from growth_service.probing.probe import Estimate, estimate_flops
 from growth_service.training.batches import chunks_of
 from growth_service.training.evaluate import CHUNK, loss_sum
 from growth_service.training.growing import candidates
+from growth_service.training.sizing import sizes_after
 from growth_service.training.state import TrialState
 
 
-def look(state: TrialState, schedule: GrowthSchedule, *, last: bool) -> SaturationReport | None:
+def is_due(state: TrialState, schedule: GrowthSchedule, *, last: bool, until: int) -> bool:
+    """Whether a look after the coming stage could change what comes next.
+
+    Nothing comes after the last stage. A policy that weighs steps against training on need not look where what is left
+    by then pays for none of them and there is no more data.
+
+    Args:
+        state: The trial before the stage.
+        schedule: Whose policy looks.
+        last: Whether nothing comes after the stage.
+        until: FLOPs that the trial will have spent after it.
+    """
+    policy = schedule.policy
+    if last or not isinstance(policy, BudgetAware):
+        return not last
+    if "data" in policy.axes and state.data_share < 1:
+        return True
+    left, per_sample = state.budget.total_flops - until, state.targets_per_sample
+    per_step = state.config.training["batch_size"] * per_sample
+    return policy.look and any(
+        could_pay(size, left=left, targets_per_sample=per_sample, targets_per_step=per_step)
+        for size in sizes_after(state, policy)
+    )
+
+
+def look(state: TrialState, schedule: GrowthSchedule, *, due: bool) -> SaturationReport | None:
     """Probe the network after its present stage; None where the policy does not look."""
-    sight = _sight(schedule, last=last)
+    sight = _sight(schedule, due=due)
     inputs = _inputs(state, sight)
     if inputs is None or sight is None:
         return None
@@ -31,22 +58,22 @@ def look(state: TrialState, schedule: GrowthSchedule, *, last: bool) -> Saturati
     )
 
 
-def look_settings(schedule: GrowthSchedule, *, last: bool) -> dict[str, Any] | None:
+def look_settings(schedule: GrowthSchedule, *, due: bool) -> dict[str, Any] | None:
     """What the policy says about the look after the present stage, as plain JSON; None where there is none."""
-    sight = _sight(schedule, last=last)
+    sight = _sight(schedule, due=due)
     return None if sight is None else asdict(sight) | {"axes": list(sight.axes)}
 
 
-def look_estimate(state: TrialState, schedule: GrowthSchedule, *, last: bool, until: int) -> Estimate:
+def look_estimate(state: TrialState, schedule: GrowthSchedule, *, due: bool, until: int) -> Estimate:
     """FLOPs that the next look will cost at most, and the cost of finding out; no FLOPs where there is no look.
 
     Args:
         state: The trial.
         schedule: Whose policy looks.
-        last: Whether nothing comes after the stage.
+        due: From :func:`is_due`.
         until: FLOPs that the trial will have spent after it: a policy may leave out a look that is dear beside them.
     """
-    sight = _sight(schedule, last=last)
+    sight = _sight(schedule, due=due)
     inputs = _inputs(state, sight)
     if sight is None or inputs is None:
         return Estimate(flops=0, cost=0)
@@ -55,7 +82,7 @@ def look_estimate(state: TrialState, schedule: GrowthSchedule, *, last: bool, un
 
 
 def _inputs(state: TrialState, sight: Sight | None) -> dict[str, Any] | None:
-    """Candidates and samples of the look after the present stage; none after the last stage."""
+    """Candidates and samples of the look after the present stage."""
     stage = state.stage
     if sight is None:
         return None
@@ -71,6 +98,6 @@ def _inputs(state: TrialState, sight: Sight | None) -> dict[str, Any] | None:
     }
 
 
-def _sight(schedule: GrowthSchedule, *, last: bool) -> Sight | None:
-    """What is measured after a stage: nothing after the last one."""
-    return None if last else sight_of(schedule.policy)
+def _sight(schedule: GrowthSchedule, *, due: bool) -> Sight | None:
+    """What is measured after a stage."""
+    return sight_of(schedule.policy) if due else None

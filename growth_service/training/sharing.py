@@ -23,7 +23,7 @@ from growth_service.training.state import TrialState
 logger = logging.getLogger(__name__)
 
 
-def key_of(state: TrialState, schedule: GrowthSchedule, extent: Extent) -> str:
+def key_of(state: TrialState, schedule: GrowthSchedule, extent: Extent, *, look_due: bool) -> str:
     """Address of the coming stage: everything that determines its result, as a digest.
 
     What the policy does with the result is not part of it, nor is the budget, unless the rates of the stage depend
@@ -45,7 +45,7 @@ def key_of(state: TrialState, schedule: GrowthSchedule, extent: Extent) -> str:
         changes=[change_to_dict(c) for c in state.decision.changes] if isinstance(state.decision, Grow) else [],
         until=extent.until,
         decaying=[*decaying, config.budget_flops] if decaying or extent.last else [],
-        look=look_settings(schedule, last=extent.last),
+        look=look_settings(schedule, due=look_due),
     )
 
 

@@ -4,6 +4,7 @@ Everything is paid for from the trial's account as it happens; what the last eva
 aside.
 """
 
+import functools
 import math
 import time
 from dataclasses import replace
@@ -26,7 +27,7 @@ from growth_service.training.batches import DataPosition, next_indices, shards_o
 from growth_service.training.evaluate import Evaluation, evaluate, loss_sum
 from growth_service.training.gradients import ShardedGradients
 from growth_service.training.growing import StepTaken, take_step
-from growth_service.training.looking import look, look_estimate
+from growth_service.training.looking import is_due, look, look_estimate
 from growth_service.training.optimizer import DECAY_SHARE, fresh_parameters, set_learning_rate, stage_rates
 from growth_service.training.ranks import weights_digest
 from growth_service.training.state import TrialState
@@ -110,6 +111,11 @@ class Stage:
         self._fallback = False
         self._look_flops = 0
         """What the look after the stage will cost at most."""
+
+    @functools.cached_property
+    def look_due(self) -> bool:
+        """Whether a look after the stage could change what comes next, as seen before the stage."""
+        return is_due(self.state, self.schedule, last=self.extent.last, until=self.extent.until)
 
     def run(self, *, key: str, kept: Kept | None = None) -> StageRecord:
         """Step, train, fall back, evaluate, probe; what comes next is left open.
@@ -259,7 +265,7 @@ class Stage:
         return max(at_least, (share - others) // per_batch)
 
     def _estimate(self) -> Estimate:
-        return look_estimate(self.state, self.schedule, last=self.extent.last, until=self.extent.until)
+        return look_estimate(self.state, self.schedule, due=self.look_due, until=self.extent.until)
 
     def _train(self, far: UnderWay) -> None:
         """Train for as many global batches as the stage pays for, from where it is."""
@@ -355,7 +361,7 @@ class Stage:
             self.blind = True
             return None
         try:
-            report = look(state, self.schedule, last=self.extent.last)
+            report = look(state, self.schedule, due=self.look_due)
         except NotFiniteError as error:
             raise StageEndError("diverged", str(error)) from None
         if report is not None:

@@ -99,7 +99,7 @@ class StageLoop:
         state = self.state
         state.beat(0)
         self.stage = self._coming()
-        key = key_of(state, self.schedule, self.stage.extent)
+        key = key_of(state, self.schedule, self.stage.extent, look_due=self.stage.look_due)
         claim = claim_of(self.config.cache, key) if self.ranks.is_first else None
         try:
             found = self.ranks.broadcast(str(claim.found) if claim is not None and claim.found else None)
@@ -126,8 +126,10 @@ class StageLoop:
         if kept is None:
             return self.stage.run(key=key)
         logger.info("Trial %s goes on in stage %d at step %d", self.config.trial, self.state.stage, kept.far.step)
+        due = self.stage.look_due
         self.state.stand_at(kept.checkpoint)
         self._wrap()
+        self.stage.look_due = due  # as seen before the stage
         return self.stage.run(key=key, kept=kept)
 
     # -- deciding ----------------------------------------------------------------------------------

@@ -49,11 +49,22 @@ def test_a_trial_of_few_steps_trains_on(data, tmp_path):
     assert "does not pay for any step" in stages[0].decision["reason"]
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("share", "looks"), [(0.9, True), (0.001, False)])
 def test_a_look_is_taken_only_where_it_is_cheap(share, looks, data, tmp_path):
     *stages, _ = run_to_end(configured(tmp_path / "trial", data=data, look_share=share))
     assert bool(stages[0].certificates) is looks
     assert stages[-1].certificates == []  # nothing comes after it
+
+
+@pytest.mark.parametrize(("part", "looks"), [(1.0, False), (0.5, True)])
+def test_nobody_looks_where_no_step_would_pay_and_no_data_is_left(part, looks, data, tmp_path):
+    config = trial_config(
+        tmp_path / "trial", data=data, policy=BudgetAware(look_share=0.9), data_share=part, budget_flops=BUDGET
+    )
+    first, *_ = run_to_end(config)
+    assert bool(first.certificates) is looks
+    assert (first.flops_probe > 0) is looks
 
 
 def test_steps_are_sized_on_a_copy_and_as_they_would_be_taken(data, tmp_path):
