@@ -28,8 +28,9 @@ def joint(
 ) -> GrowthSchedule:
     """Grow depth, width or data where that promises more than training on with the rest of the budget; else stop.
 
-    What steps promise was fitted on networks that were trained at a steady rate (``training.rates: wsd``). Where the rate
-    decays in every stage (``restarts``), certificates look as if the network were finished, and width is overrated.
+    What steps promise was fitted on networks that were trained at a steady rate (``training.rates: wsd``). Where the
+    rate decays in every stage (``restarts``), certificates look as if the network were finished, and width is
+    overrated.
 
     Args:
         start: Network and stages.
