@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,lint]'
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## A growth study on digits, about two minutes on two idle cores
+demo: $(STAMP)  ## A growth study on digits, about a minute on two idle cores
 	$(BIN)/growth run search_spaces/jobs/digits.yaml
 
 demo-fashion: $(STAMP)  ## A growth study on Fashion-MNIST with two workers a trial, under 25 minutes

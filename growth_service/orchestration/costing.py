@@ -14,8 +14,9 @@ from growth_service.training.evaluate import loss_sum
 from growth_service.training.ranks import one_thread
 from growth_service.training.stage_loop import StageLoop
 
-START_S = 12.0
-"""Starting the workers of a lane, once, measured on two cores; not a promise."""
+START_S = 15.0
+"""From the start of a study to workers that take trials: ``benchmarks/overhead.py`` measured 14.9 s on two cores; not a
+promise."""
 TIMED_BATCHES = 8
 
 

@@ -15,7 +15,7 @@ from growth_service.training.sizing import sizes_after
 from growth_service.training.state import TrialState
 
 
-def is_due(state: TrialState, schedule: GrowthSchedule, *, last: bool, until: int) -> bool:
+def look_is_due(state: TrialState, schedule: GrowthSchedule, *, last: bool, until: int) -> bool:
     """Whether a look after the coming stage could change what comes next.
 
     Nothing comes after the last stage. A policy that weighs steps against training on need not look where what is left
@@ -70,7 +70,7 @@ def look_estimate(state: TrialState, schedule: GrowthSchedule, *, due: bool, unt
     Args:
         state: The trial.
         schedule: Whose policy looks.
-        due: From :func:`is_due`.
+        due: From :func:`look_is_due`.
         until: FLOPs that the trial will have spent after it: a policy may leave out a look that is dear beside them.
     """
     sight = _sight(schedule, due=due)

@@ -27,7 +27,7 @@ from growth_service.training.batches import DataPosition, next_indices, shards_o
 from growth_service.training.evaluate import Evaluation, evaluate, loss_sum
 from growth_service.training.gradients import ShardedGradients
 from growth_service.training.growing import StepTaken, take_step
-from growth_service.training.looking import is_due, look, look_estimate
+from growth_service.training.looking import look, look_estimate, look_is_due
 from growth_service.training.optimizer import DECAY_SHARE, fresh_parameters, set_learning_rate, stage_rates
 from growth_service.training.ranks import weights_digest
 from growth_service.training.state import TrialState
@@ -115,7 +115,7 @@ class Stage:
     @functools.cached_property
     def look_due(self) -> bool:
         """Whether a look after the stage could change what comes next, as seen before the stage."""
-        return is_due(self.state, self.schedule, last=self.extent.last, until=self.extent.until)
+        return look_is_due(self.state, self.schedule, last=self.extent.last, until=self.extent.until)
 
     def run(self, *, key: str, kept: Kept | None = None) -> StageRecord:
         """Step, train, fall back, evaluate, probe; what comes next is left open.
@@ -277,7 +277,7 @@ class Stage:
         state.model.train()
         with fresh_parameters(state.optimizer, self._new_parameters()):
             for step in range(far.step, num_batches):
-                if self._is_due(step, kept):
+                if self._keeps_now(step, kept):
                     kept = time.perf_counter()
                     keep(state, self._far(far, step=step, trained_s=kept - started))
                 self._set_rates(step / num_batches)
@@ -306,7 +306,7 @@ class Stage:
             self.state.optimizer, stage_rates(share, self.config.training, first=first, window=window, scale=scale)
         )
 
-    def _is_due(self, step: int, kept: float) -> bool:
+    def _keeps_now(self, step: int, kept: float) -> bool:
         """Whether the stage is to be kept now: rank 0 looks at the clock, now and then."""
         if step == 0 or step % EVERY_STEPS:
             return False

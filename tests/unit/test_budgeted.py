@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from growth_service.core import advantage as model
-from growth_service.core.advantage import Outlook, advantage, line_for, outlook
+from growth_service.core.advantage import Outlook, advantage, could_pay, line_for, outlook
 from growth_service.core.decisions import CandidateReading, Grow, Past, Reading, SizeAfter, Stop, TrainOn
 from growth_service.core.policies import BudgetAware, Sight, sight_of
 from growth_service.core.rules import decide
@@ -233,6 +233,14 @@ def test_a_step_that_leaves_too_little_training_is_not_considered(left):
     assert "does not pay for any step" in decision.reason
     worse = (Past(loss_val=1.0, grew=False), Past(loss_val=1.1, grew=False))
     assert decide(replace(now, past=worse), POLICY).cause == "overfitting"
+
+
+@pytest.mark.parametrize("left", [0, 500_000, 800_000, 10**6, 10**7])
+@pytest.mark.parametrize("size", [*SIZES, replace(SIZES[0], params=10**6), replace(SIZES[0], flops=9 * 10**6)])
+def test_a_step_could_pay_where_its_advantage_is_known(left, size):
+    now = reading(spent_flops=10**7, budget_flops=10**7 + left, targets_per_sample=3, targets_per_step=20)
+    known = advantage(size.change, outlook(now, size)) is not None
+    assert could_pay(size, left=left, targets_per_sample=3, targets_per_step=20) is known
 
 
 def test_nothing_is_said_about_networks_far_larger_than_any_that_was_recorded():
