@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from growth_service.core.decisions import Anneal
-from growth_service.core.policies import FixedSteps, SignalGuided
+from growth_service.core.policies import BudgetAware, FixedSteps, SignalGuided
 from growth_service.core.steps import AddBlock, AddData, Deepen
-from growth_service.training import stage, stage_cache
+from growth_service.training import looking, stage, stage_cache
 from growth_service.training.config import TrialConfig
 from growth_service.training.ranks import Ranks
 from growth_service.training.stage import extent_of
@@ -116,19 +116,37 @@ def test_another_seed_or_setting_is_another_stage(change, shared, data, tmp_path
     assert len(ran) == 3 - shared
 
 
-def test_steady_stages_are_shared_by_trials_of_different_budgets(data, tmp_path, ran):
-    """Up to the decay, a trial of twice the budget is the same trial."""
-    cache, steady = tmp_path / "cache", {"rates": "wsd", "decay_share": 0.25, "rewarm": "none"}
+def of_two_budgets(folder, *, data, policy=None):
+    """A trial, one of twice the budget whose first two stages end where the other's do, and that one without a cache."""
+    steady = {"rates": "wsd", "decay_share": 0.25, "rewarm": "none"}
     found = {}
     for trial, ends in (("short", (0.4, 0.6, 1.0)), ("long", (0.2, 0.3, 1.0)), ("alone", (0.2, 0.3, 1.0))):
-        where = None if trial == "alone" else cache
-        config = configured(tmp_path, data=data, cache=where, trial=trial, training=steady)
+        cache = None if trial == "alone" else folder / "cache"
+        config = configured(folder, data=data, policy=policy, cache=cache, trial=trial, training=steady, data_share=1.0)
         schedule = config.schedule | {"shares": [ends[0], ends[1] - ends[0], 1 - ends[1]]}
         budget = BUDGET if trial == "short" else 2 * BUDGET
         found[trial] = run_to_end(
             TrialConfig.from_dict(config.to_dict() | {"schedule": schedule, "budget_flops": budget})
         )
+    return found
+
+
+def test_steady_stages_are_shared_by_trials_of_different_budgets(data, tmp_path, ran):
+    """Up to the decay, a trial of twice the budget is the same trial."""
+    found = of_two_budgets(tmp_path, data=data)
     assert [number for trial, number in ran if trial == "long"] == [2]
+    assert comparable(found["long"]) == comparable(found["alone"])
+
+
+def test_a_stage_after_which_nobody_looked_is_not_one_after_which_a_larger_budget_looks(
+    data, tmp_path, ran, monkeypatch
+):
+    monkeypatch.setattr(looking, "could_pay", lambda size, *, left, **_: left > BUDGET)
+    policy = BudgetAware(look_share=0.9, confidence=1 - 1e-9)  # looks, and never grows
+    found = of_two_budgets(tmp_path, data=data, policy=policy)
+    assert [bool(s.certificates) for s in found["short"][:-1]] == [False, False, False]
+    assert [bool(s.certificates) for s in found["long"][:-1]] == [True, True, False]
+    assert [number for trial, number in ran if trial == "long"] == [0, 1, 2]
     assert comparable(found["long"]) == comparable(found["alone"])
 
 
