@@ -308,7 +308,7 @@ class Stage:
 
     def _keeps_now(self, step: int, kept: float) -> bool:
         """Whether the stage is to be kept now: rank 0 looks at the clock, now and then."""
-        if step == 0 or step % EVERY_STEPS:
+        if step % EVERY_STEPS:
             return False
         return bool(self.ranks.broadcast(time.perf_counter() - kept > self.config.checkpoint_s))
 

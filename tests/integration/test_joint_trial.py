@@ -4,16 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from growth_service.core import advantage
 from growth_service.core.policies import BudgetAware
 from growth_service.core.steps import Deepen, Widen
 from growth_service.models.flops import flops_per_sample
+from growth_service.training import looking, stage
 from growth_service.training.growing import take_step
 from growth_service.training.ranks import Ranks, weights_digest
 from growth_service.training.sizing import sizes_after
-from growth_service.training.stage_loop import StageLoop
-from tests.torch_helpers import prepared_digits, run_to_end, trial_config
+from growth_service.training.stage_loop import StageLoop, run_trial
+from tests.torch_helpers import comparable, prepared_digits, run_to_end, trial_config
 
 BUDGET = 6_000_000_000
 
@@ -65,6 +67,31 @@ def test_nobody_looks_where_no_step_would_pay_and_no_data_is_left(part, looks, d
     first, *_ = run_to_end(config)
     assert bool(first.certificates) is looks
     assert (first.flops_probe > 0) is looks
+
+
+@pytest.mark.usefixtures("eager")
+def test_whether_to_look_is_settled_before_a_stage_also_where_it_was_kept_under_way(data, tmp_path, monkeypatch):
+    """Seen from the grown network no further step could pay, seen from the one before it could."""
+    monkeypatch.setattr(stage, "EVERY_STEPS", 1)
+    small = run_to_end(configured(tmp_path / "small", data=data, look=False))[0].params
+    monkeypatch.setattr(looking, "could_pay", lambda size, **_: size.params < 2.5 * small)
+    whole = configured(tmp_path / "whole", data=data, look_share=0.9)
+    undisturbed = run_to_end(whole)
+    assert [bool(s.certificates) for s in undisturbed[:2]] == [True, True]
+    config = replace(configured(tmp_path / "killed", data=data, look_share=0.9), checkpoint_s=0.0)
+    loop, steps = run_trial(config, ranks=Ranks()), []
+    next(loop)
+
+    def dies(*_):
+        steps.append(1)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+
+    handle = register_optimizer_step_pre_hook(dies)
+    with pytest.raises(KeyboardInterrupt):
+        next(loop)
+    handle.remove()
+    assert comparable(run_to_end(config)) == comparable(undisturbed)
 
 
 def test_steps_are_sized_on_a_copy_and_as_they_would_be_taken(data, tmp_path):
